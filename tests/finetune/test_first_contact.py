@@ -155,7 +155,7 @@ def test_a_large_run_ends_with_its_size_and_the_command_that_frees_it(
     with (paths.checkpoints / "weights").open("wb") as file:
         file.truncate(3 * 10**8)
     *_, size, remove = next_lines(paths, config)
-    assert size.startswith("disk: the run has 0.30 GB") and remove.endswith(" remove one")
+    assert size.startswith("disk: the run has 0.30 GB") and remove.endswith(" remove one --now")
 
 
 @pytest.mark.slow

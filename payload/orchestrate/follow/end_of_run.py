@@ -68,8 +68,8 @@ def _disk_lines(paths: RunPaths) -> list[str]:
     if size_bytes < _SHOWN_BYTES:
         return []
     return [
-        f"disk: the run has {size_bytes / 1e9:,.2f} GB. To move it to the trash, after an export:",
-        f"  {run_command('remove', paths)}",
+        f"disk: the run has {size_bytes / 1e9:,.2f} GB. To delete the run, after an export:",
+        f"  {run_command('remove', paths, '--now')}",
     ]
 
 
