@@ -353,7 +353,7 @@ def parser() -> CommandParser:
     add(
         "--task",
         choices=TASK_KINDS,
-        help="training task (default: detected from the data's columns)",
+        help="training task (default: detected from the data)",
     )
     more("--text-column", metavar="NAME", help="column with the text (default: detected by name)")
     more("--label-column", metavar="NAME", help="column with the label (default: detected by name)")
@@ -374,8 +374,7 @@ def parser() -> CommandParser:
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for data and run.toml (default: finetuned/NAME_OF_THE_DATA; of several "
-        "files: the first name with -mix)",
+        help="folder for data and run.toml (default: finetuned/NAME)",
     )
     add(
         "--steps",
