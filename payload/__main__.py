@@ -12,6 +12,7 @@ from pathlib import Path
 import payload
 from payload.cli import completion
 from payload.cli.commands import BY_NAME, help_text
+from payload.core.error_line import print_error
 from payload.core.errors import ExitCode, TileforgeError
 from payload.core.suggested_commands import CONSOLE, program_name
 
@@ -40,7 +41,7 @@ def _run(argv: Sequence[str]) -> int:
     if row is None:
         near = get_close_matches(argv[0], BY_NAME, n=1)
         fix = f"Did you mean {near[0]}?" if near else f"{program} --help lists all commands."
-        print(f"error: no command {argv[0]!r}. {fix}", file=sys.stderr)
+        print_error(f"no command {argv[0]!r}. {fix}")
         return ExitCode.USAGE
     if row.package == "cli":
         return _run_own(row.name, argv[1:], program=program)
@@ -65,7 +66,7 @@ def _run_own(name: str, argv: Sequence[str], *, program: str) -> int:
     try:
         sys.stdout.write(module.output(arguments, is_styled=is_styled))
     except TileforgeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return error.exit_code
     return ExitCode.OK
 

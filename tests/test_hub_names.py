@@ -66,7 +66,7 @@ def test_a_name_with_its_commit_is_the_hubs(clone: Path, monkeypatch: pytest.Mon
 
 def test_data_of_a_hub_name_is_not_taken_from_a_folder(clone: Path) -> None:
     with pytest.raises(TileforgeError, match=r"'Qwen/Qwen3-4B' is ambiguous"):
-        detect_data("Qwen/Qwen3-4B", DataOptions())
+        detect_data(["Qwen/Qwen3-4B"], DataOptions())
 
 
 @pytest.mark.parametrize("name", ["runs/first", "data/a", "./gpt2", "nothing", "a/b/c", "gpt2/"])

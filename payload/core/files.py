@@ -1,4 +1,4 @@
-"""Write files atomically, move unexpected files aside, share folders, query free disk space."""
+"""Write files atomically, move unexpected files aside, share folders, query disk space."""
 
 from __future__ import annotations
 
@@ -90,3 +90,8 @@ def free_bytes(folder: Path) -> int:
     path = folder.absolute()
     existing = next(each for each in (path, *path.parents) if each.is_dir())
     return shutil.disk_usage(existing).free
+
+
+def size_of(folder: Path) -> int:
+    """Return the size of all files in a folder and the folders below, in bytes."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from payload.core.command_line import CommandParser
 from payload.core.elapsed_line import elapsed_line
+from payload.core.error_line import print_error
 from payload.core.errors import ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable, shown_name
@@ -41,6 +42,7 @@ from payload.data.sources.source_flags import DEFAULT_TEXT_COLUMN, SOURCE_KINDS,
 from payload.data.tasks import all_tasks, task_of
 from payload.data.tasks.arguments import positive_int
 from payload.data.tasks.base import Task
+from payload.data.training_command import trained_model, training_command
 from payload.data.writing.meta import add_range_hashes, verify_files
 from payload.formats.data_folder import META_NAME, DataMeta, load_meta
 from payload.formats.prepare_hints import no_range_hashes
@@ -97,10 +99,10 @@ def main(argv: Sequence[str]) -> int:
             return _show(args)
         return _prepare(args)
     except TileforgeError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print_error(error)
         return error.exit_code
     except OSError as error:
-        print(f"error: {error.filename or 'input'}: {error.strerror or error}.", file=sys.stderr)
+        print_error(f"{error.filename or 'input'}: {error.strerror or error}.")
         return ExitCode.CONFIG
     except KeyboardInterrupt:
         print(
@@ -266,8 +268,9 @@ def _add_output_flags(parser: CommandParser) -> None:
         help="MiB of output after which the progress is saved (default: %(default)s)",
     )
     add("--dry-run", action="store_true", help="print the estimated output; write nothing")
-    # `finetune` passes it if the run has task.class_weights.
+    # `finetune` passes both: the first if the run has task.class_weights.
     more("--has-class-weights", action="store_true", help=argparse.SUPPRESS)
+    more("--no-next", action="store_true", help=argparse.SUPPRESS)
     more("--quiet", action="store_true", help="print only errors on stderr")
     more("--json", action="store_true", help="print the result as JSON on stdout")
 
@@ -294,6 +297,9 @@ def _prepare(args: argparse.Namespace) -> int:
         print(json.dumps(result | described))
     else:
         _show_meta(args.out, outcome.meta)
+        if not args.quiet and not args.no_next:
+            train = training_command(args.out, outcome.meta, model=trained_model(args.tokenizer))
+            print(f"next:\n  {train}", file=sys.stderr)
     return ExitCode.OK
 
 
@@ -349,7 +355,7 @@ def _show_rows(args: argparse.Namespace) -> int:
         label_column=args.label_column,
         source=source,
     )
-    found = detect_data(str(args.folder), options, setting="show")
+    found = detect_data([str(args.folder)], options, setting="show")
     _print(f"{args.folder}: task {found.task}, because {found.reason}")
     for line in found.recognised:
         _print(line)

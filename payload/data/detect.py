@@ -22,7 +22,8 @@ from payload.data.rows.columns import ANSWERS, METADATA, OPENAI_ANSWERS, format_
 from payload.data.rows.conversations import columns_of, unread_columns
 from payload.data.rows.open_rows import open_rows
 from payload.data.rows.preferences import COLUMNS as PREFERENCE_COLUMNS
-from payload.data.rows.rows import Row
+from payload.data.rows.rows import Row, Rows
+from payload.data.sources.input_weights import split_weights
 from payload.data.sources.recognise import file_kinds, has_rows
 from payload.data.sources.source_flags import SourceKind, SourceRequest, resolve_source
 
@@ -50,7 +51,8 @@ class DetectedData:
 
     task: TaskKind
     source: SourceKind
-    input: str
+    inputs: tuple[str, ...]
+    """The files or folders, each with its weight if it has one; or a dataset of the hub."""
     reason: str
     """Reason why the task was chosen, for messages."""
     text_column: str | None = None
@@ -63,7 +65,7 @@ class DetectedData:
 
     def arguments(self) -> list[str]:
         """Return the arguments of `payload.data prepare`."""
-        found = ["--task", self.task, "--source", self.source, "--input", self.input]
+        found = ["--task", self.task, "--source", self.source, "--input", *self.inputs]
         for flag, value in (
             ("--text-column", self.text_column),
             ("--label-column", self.label_column),
@@ -72,14 +74,27 @@ class DetectedData:
         return [*found, *self.forwarded]
 
 
-def detect_data(given: str, options: DataOptions, *, setting: str = "--data") -> DetectedData:
-    """Return the format of `given`: a file, a folder or a dataset on the hub.
+def find_inputs(
+    given: Sequence[str], options: DataOptions, *, setting: str = "--data"
+) -> SourceRequest:
+    """Return the source of files and folders with or without weights, or of a dataset on the hub.
+
+    Raises UsageError, which names `setting`, for a path that does not exist and a bad weight.
+    """
+    paths, _ = split_weights(given, setting=setting)
+    return resolve_source(replace(options.source, inputs=paths), setting=setting)
+
+
+def detect_data(
+    given: Sequence[str], options: DataOptions, *, setting: str = "--data"
+) -> DetectedData:
+    """Return the format of the inputs: files, folders or a dataset on the hub.
 
     Raises DataError, which names `setting`.
     """
-    where = f"{setting} {given}".strip()
+    where = f"{setting} {' '.join(given)}".strip()
     try:
-        request = resolve_source(replace(options.source, inputs=(given,)), setting=setting)
+        request = find_inputs(given, options, setting=setting)
     except UsageError as error:
         raise DataError(str(error)) from None
     if request.kind == "auto" and not has_rows(file_kinds(request.inputs, request.glob)[1]):
@@ -91,13 +106,13 @@ def detect_data(given: str, options: DataOptions, *, setting: str = "--data") ->
         return DetectedData(
             task="text",
             source="text",
-            input=given,
+            inputs=tuple(given),
             reason="it is plain text",
             forwarded=options.forwarded,
         )
     source = open_rows(replace(request, skip_bad=True))
     source.identity()
-    rows = tuple(islice(source.read(), _SAMPLE))
+    rows = _first_rows(source, request)
     if not rows:
         bad = f" {source.skipped[0]}" if source.skipped else ""
         raise DataError(f"{where}: no rows.{bad} Use a file with data.")
@@ -137,7 +152,7 @@ def detect_data(given: str, options: DataOptions, *, setting: str = "--data") ->
     return DetectedData(
         task=task,
         source=request.kind,
-        input=given,
+        inputs=tuple(given),
         reason=reason,
         text_column=text_column,
         label_column=label_column,
@@ -149,6 +164,22 @@ def detect_data(given: str, options: DataOptions, *, setting: str = "--data") ->
         ),
         forwarded=options.forwarded,
     )
+
+
+def _first_rows(source: Rows, request: SourceRequest) -> tuple[Row, ...]:
+    """Return the first rows of `source`; of several inputs, the first rows of each.
+
+    `stream` accepts an input without the columns that --columns names in another input.
+    """
+    if len(request.inputs) == 1:
+        return tuple(islice(source.read(), _SAMPLE))
+    each_input = [
+        open_rows(replace(request, inputs=(path,), skip_bad=True)) for path in request.inputs
+    ]
+    for each in each_input:
+        each.identity()
+    count = max(1, _SAMPLE // len(each_input))
+    return tuple(row for each in each_input for row in islice(each.stream(), count))
 
 
 def _column_lines(rows: Sequence[Row], task: TaskKind, read: tuple[str, ...]) -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from payload.core.elapsed_line import elapsed_line
+from payload.core.error_line import print_error
 from payload.core.errors import CheckpointError, ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable, shown_name
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print(shown_name(local_name(_export(arguments))))
     except TileforgeError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -25,6 +25,7 @@ from typing import Any
 
 from payload.config.engine_packages import has_nvidia_device
 from payload.core.command_line import CommandParser
+from payload.core.error_line import print_error
 from payload.core.errors import (
     INTERRUPTED,
     ConfigError,
@@ -86,20 +87,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _print_error(error: TileforgeError, code: ExitCode) -> int:
-    print(f"error: {printable(str(error))}", file=sys.stderr)
+    print_error(error)
     return code
 
 
 def _finetune(arguments: argparse.Namespace) -> int:
     # The data's libraries take a second to import, which --help does not need.
-    from payload.data.detect import DataOptions
+    from payload.data.detect import DataOptions, find_inputs
     from payload.data.show import has_colours
+    from payload.data.sources.input_weights import split_weights
     from payload.data.sources.source_flags import SourceRequest
     from payload.finetune.decide import FinetuneRequest, decide
     from payload.finetune.unreadable_data import lines_without_plan
 
-    _require_unprepared(arguments)
-    out = _out_folder(arguments)
+    paths, _ = split_weights(arguments.data, setting="--data")
+    _require_unprepared(paths, model=arguments.model)
+    out = _out_folder(arguments.out, paths)
     if not arguments.skip_bad and _skipped_rows(out / "data"):
         arguments.skip_bad = True
         print(
@@ -108,7 +111,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
         )
     request = FinetuneRequest(
         model=path_of_run(arguments.model, setting="--model", error=ConfigError),
-        data=arguments.data,
+        data=tuple(arguments.data),
         data_options=DataOptions(
             task=arguments.task,
             text_column=arguments.text_column,
@@ -131,6 +134,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
         run_arguments=_run_arguments(arguments),
         wants_samples=not arguments.no_samples,
     )
+    find_inputs(request.data, request.data_options)  # a missing file has no further lines
     on_these_cores = arguments.inventory in (None, "local") and not has_nvidia_device()
     try:
         decided = decide(request, _run_on_measured_cores if on_these_cores else _run_for_json)
@@ -159,7 +163,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
         return ExitCode.OK
     status = _run_to_end(
         (
-            *("payload.data", *decided.prepare, *decided.unprinted),
+            *("payload.data", *decided.prepare, *decided.unprinted, "--no-next"),
             *(["--force"] if arguments.force else []),
         )
     )
@@ -191,16 +195,16 @@ def _next_commands(arguments: argparse.Namespace, config: Path, run: str) -> lis
     return lines
 
 
-def _out_folder(arguments: argparse.Namespace) -> Path:
+def _out_folder(chosen: Path | None, inputs: Sequence[str]) -> Path:
     """Return the folder for data and run.toml.
 
     Raises ConfigError if a link leads out of --out, or out of the current folder without --out.
     With such a link, the author of that folder could make the command write to any folder.
     """
-    out: Path | None = arguments.out
-    home = out or Path()
-    name = Path(arguments.data).name.partition(".")[0] or "data"
-    out = out or Path("finetuned", name)
+    from payload.finetune.decide import data_name
+
+    home = chosen or Path()
+    out = chosen or Path("finetuned", data_name(inputs) or "data")
     for path in (out, out / "data", out / NAMES.config.name):
         try:
             inside_folder(path, home=home)
@@ -211,21 +215,22 @@ def _out_folder(arguments: argparse.Namespace) -> Path:
     return out
 
 
-def _require_unprepared(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError if the data is a folder that `prepare` wrote.
+def _require_unprepared(inputs: Sequence[str], *, model: str) -> None:
+    """Raise ConfigError if an input is a folder that `prepare` wrote.
 
     The message has the command that trains on this folder.
     """
     from payload.data.training_command import training_command
     from payload.formats.data_folder import META_NAME, load_meta
 
-    folder = home_path(arguments.data)
-    if (folder / META_NAME).is_file():
-        train = training_command(folder, load_meta(folder), model=arguments.model)
-        raise ConfigError(
-            f"--data {arguments.data}: already prepared, but finetune reads raw data. Train on the "
-            f"folder with: {train}"
-        )
+    for given in inputs:
+        folder = home_path(given)
+        if (folder / META_NAME).is_file():
+            train = training_command(folder, load_meta(folder), model=model)
+            raise ConfigError(
+                f"--data {given}: already prepared, but finetune reads raw data. Train on the "
+                f"folder with: {train}"
+            )
 
 
 def _skipped_rows(folder: Path) -> bool:
@@ -341,15 +346,18 @@ def parser() -> CommandParser:
     add("--model", required=True, metavar="MODEL", help=MODEL_HELP)
     add(
         "--data",
+        nargs="+",
+        action="extend",
         required=True,
-        metavar="FILE",
-        help="file or folder of conversations, labelled texts or text (JSON, CSV, parquet, ...), "
-        "or a hub dataset; files named train, valid, test are splits",
+        metavar="FILE[:WEIGHT]",
+        help="files or folders of conversations, labelled texts or text (JSON, CSV, parquet, ...), "
+        "or a hub dataset; files named train, valid, test are splits; a row of a.jsonl:3 is three "
+        "times in an epoch",
     )
     add(
         "--task",
         choices=TASK_KINDS,
-        help="training task (default: detected from the data's columns)",
+        help="training task (default: detected from the data)",
     )
     more("--text-column", metavar="NAME", help="column with the text (default: detected by name)")
     more("--label-column", metavar="NAME", help="column with the label (default: detected by name)")
@@ -370,7 +378,7 @@ def parser() -> CommandParser:
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for data and run.toml (default: finetuned/NAME_OF_THE_DATA)",
+        help="folder for data and run.toml (default: finetuned/NAME)",
     )
     add(
         "--steps",

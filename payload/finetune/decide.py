@@ -24,6 +24,7 @@ from payload.core.suggested_commands import command
 from payload.data.detect import DataOptions, DetectedData, detect_data
 from payload.data.rendered_rows import RenderedRows, text_lengths
 from payload.data.show import Sample
+from payload.data.sources.input_weights import split_weights
 from payload.data.sources.split import default_val_fraction
 from payload.data.tokenizers import load_tokenizer
 from payload.estimates.batch_size import USED
@@ -63,7 +64,8 @@ class FinetuneRequest:
     """Options of the command line."""
 
     model: str
-    data: str
+    data: tuple[str, ...]
+    """Files and folders, each with its weight if it has one; or a dataset of the hub."""
     data_options: DataOptions
     rendering: argparse.Namespace
     """Options of `prepare` that decide how rows are rendered."""
@@ -74,6 +76,14 @@ class FinetuneRequest:
     """False for --no-samples."""
     run_arguments: tuple[str, ...]
     """Options of plan and run, such as the inventory and the folder of the runs."""
+
+    def data_words(self) -> str:
+        """Return the inputs as one text, for messages."""
+        return " ".join(self.data)
+
+    def paths(self) -> tuple[str, ...]:
+        """Return the inputs without their weights. Raises UsageError."""
+        return split_weights(self.data, setting="--data")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +133,8 @@ def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
     prepare = ("prepare", *_prepare_arguments(request, found, length.value))
     run = ("run", "--config", str(config), *request.run_arguments)
     head = (
-        f"Fine-tuning of {request.model} on {request.data}, chosen by payload.finetune. Edit, then "
-        "run again:",
+        f"Fine-tuning of {request.model} on {request.data_words()}, chosen by payload.finetune. "
+        "Edit, then run again:",
         "",
         f"    {command('data', *prepare)}",
         f"    {command('orchestrate', *run)}",
@@ -147,7 +157,7 @@ def decide(request: FinetuneRequest, run_for_json: RunForJson) -> FinetunePlan:
     kept = spec.whole.note() if spec.whole is not None else None
     return FinetunePlan(
         headlines=(
-            f"data    {request.data}: task {found.task}, because {found.reason}",
+            f"data    {request.data_words()}: task {found.task}, because {found.reason}",
             *(f"        {line}" for line in found.recognised),
             *(f"        {line}" for line in (rendered.template_lines() if rendered else ())),
             f"model   {request.model}: {spec.num_params() / 1e6:,.1f}M parameters, "
@@ -410,7 +420,11 @@ def _choices(
     num_steps = user_settings.get(number.key, number.value)
     highest = rate(found.task, fitting_method.method, params=spec.num_params())
     chosen = [
-        Choice(key="run.name", value=_run_name(request.data), reason="start of the run id"),
+        Choice(
+            key="run.name",
+            value=_run_name(data_name(request.paths())),
+            reason="start of the run id",
+        ),
         Choice(key="data.dir", value=str(request.out / "data"), reason="written by `prepare`"),
         length,
         Choice(key="model.init", value=request.model, reason="--model"),
@@ -452,8 +466,13 @@ _ASSUMED_STEPS = 100
 """Number of steps in an epoch that is assumed if a source's tokens cannot be counted in advance."""
 
 
-def _run_name(data: str) -> str:
-    stem = Path(data).name.partition(".")[0]
+def data_name(paths: Sequence[str]) -> str:
+    """Return the name of the first input without suffixes; of several inputs, with `-mix`."""
+    name = Path(paths[0]).name.partition(".")[0]
+    return f"{name}-mix" if name and len(paths) > 1 else name
+
+
+def _run_name(stem: str) -> str:
     return "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in stem) or "run"
 
 

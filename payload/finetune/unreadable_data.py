@@ -27,13 +27,13 @@ def lines_without_plan(
     `argv` and `parser` are the arguments and the command line of `finetune`.
     """
     found, task = [], request.data_options.task or "TASK"
-    source = ["--task", task, "--source", "auto", "--input", request.data]
+    source = ["--task", task, "--source", "auto", "--input", *request.data]
     try:
         detected = detect_data(request.data, request.data_options)
     except DataError:
         pass
     else:
-        found = [f"data    {request.data}: task {detected.task}, because {detected.reason}"]
+        found = [f"data    {request.data_words()}: task {detected.task}, because {detected.reason}"]
         found += [f"        {line}" for line in detected.recognised]
         source = detected.arguments()
     out = ["--out", str(request.out / "data")]
@@ -42,7 +42,10 @@ def lines_without_plan(
         *found,
         "",
         "the rows as they are read:",
-        f"  {command('data', 'show', request.data, '--model', request.model)}",
+        *(
+            f"  {command('data', 'show', path, '--model', request.model)}"
+            for path in request.paths()
+        ),
         *_fix(str(error), argv, parser),
         "without finetune, prepare the data, write a run.toml and start it:",
         f"  {command('data', 'prepare', *source, '--model', request.model, *out)}",

@@ -25,6 +25,7 @@ from pathlib import Path
 from payload.config.run_config import RunConfig, load_run_config
 from payload.core.command_line import CommandParser
 from payload.core.elapsed_line import elapsed_line
+from payload.core.error_line import print_error
 from payload.core.errors import INTERRUPTED, ConfigError, ExitCode, TileforgeError
 from payload.core.files import write_whole
 from payload.core.interrupts import interrupt_once
@@ -83,10 +84,10 @@ def main(argv: Sequence[str]) -> int:
         print(f"note: {printable(str(error))}", file=sys.stderr)
         return NO_PACKAGE
     except TileforgeError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print_error(error)
         return error.exit_code
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        print_error(f"{error.filename}: {error.strerror}")
         return ExitCode.CONFIG
     except KeyboardInterrupt:
         print("interrupted; run the same command again: finished parts are kept", file=sys.stderr)

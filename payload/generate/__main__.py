@@ -16,6 +16,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from payload.core.durations import in_words
+from payload.core.error_line import print_error
 from payload.core.errors import ConfigError, DataError, ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable, shown_name
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _generate(arguments)
     except TileforgeError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from payload.core.command_line import CommandParser, from_arguments
 from payload.core.errors import INTERRUPTED, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
+from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
 from payload.orchestrate.commands.registry import COMMANDS
 from payload.run_record.run_files import default_runs_dir
@@ -30,6 +31,7 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, access: LocalAccess | N
     arguments = parser(argv[0] if argv else None).parse_args(argv)
     # rich takes 50 ms to import, which --help does not need.
     from payload.orchestrate.terminal.console import text_console
+    from payload.orchestrate.terminal.narrow import print_message
 
     row = COMMANDS[arguments.command]
     try:
@@ -42,7 +44,7 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, access: LocalAccess | N
             return program(options, env if access is None else access.environment())
         return program(options, access or _this_machine(env))
     except TileforgeError as error:
-        text_console(stderr=True).print(f"error: {error}")
+        print_message(text_console(stderr=True), f"error: {printable(str(error))}")
         return error.exit_code
     except KeyboardInterrupt:
         text_console(stderr=True).print("interrupted")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from payload.core.command_line import CommandParser
 from payload.core.elapsed_line import elapsed_line
+from payload.core.error_line import print_error
 from payload.core.errors import ConfigError, ExitCode, TileforgeError, UsageError
 from payload.core.files import write_whole
 from payload.core.interrupts import interrupt_once
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _report(arguments)
     except TileforgeError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

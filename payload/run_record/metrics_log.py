@@ -165,17 +165,25 @@ def read_val_losses(path: Path) -> dict[int, float]:
     return {row["step"]: row["val_loss"] for row in stream_metrics(path) if "val_loss" in row}
 
 
-def untrained_is_best(val_losses: Mapping[int, float]) -> str | None:
-    """Return a line with a remedy if no step of a run is better than step 0; otherwise None.
+def is_better_than_untrained(val_losses: Mapping[int, float]) -> bool | None:
+    """Return True if a later step's loss is lower than that of step 0; None if one is missing.
 
     `val_losses` maps steps to validation losses.
     """
     untrained = val_losses.get(0)
     later = [value for step, value in val_losses.items() if step > 0]
-    if untrained is None or not later or min(later) < untrained:
+    return min(later) < untrained if untrained is not None and later else None
+
+
+def untrained_is_best(val_losses: Mapping[int, float]) -> str | None:
+    """Return a line with a remedy if no step of a run is better than step 0; otherwise None.
+
+    `val_losses` is by step.
+    """
+    if is_better_than_untrained(val_losses) is not False:
         return None
     return (
-        f"no checkpoint is better than the untrained model ({untrained:.4f} at step 0). Lower "
+        f"no checkpoint is better than the untrained model ({val_losses[0]:.4f} at step 0). Lower "
         "optimizer.lr, train fewer epochs, or use more data"
     )
 

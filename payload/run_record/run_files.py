@@ -261,6 +261,9 @@ class Summary:
     best_checkpoint: str | None = None
     """Name of the checkpoint with the lowest validation loss; None if no checkpoint was
     evaluated."""
+    is_better_than_untrained: bool | None = None
+    """True if a later evaluation has a lower loss than step 0; None without both, and in older
+    summaries."""
     val_metrics: dict[str, float] = field(default_factory=dict)
     """The task's metrics in the last evaluation, such as `accuracy`; empty in older summaries."""
     val_confusion: tuple[tuple[int, ...], ...] = checked((), low=0)

@@ -11,7 +11,12 @@ from typing import Any
 from payload.core.errors import ConfigError
 from payload.formats.checkpoint_listing import best_checkpoints, checkpoint_step
 from payload.machines.inventory import ClusterInventory
-from payload.run_record.metrics_log import missing_steps, read_val_losses, stream_metrics
+from payload.run_record.metrics_log import (
+    is_better_than_untrained,
+    missing_steps,
+    read_val_losses,
+    stream_metrics,
+)
 from payload.run_record.run_files import RunPaths, Summary
 from payload.run_record.stragglers import find_stragglers
 from payload.run_record.task_metrics import confusion_of, val_metrics
@@ -45,6 +50,9 @@ def with_rows(summary: Summary, rows: Sequence[Mapping[str, Any]], *, saved_step
             best_val_loss=min(row["val_loss"] for row in evaluations),
             final_val_loss=last["val_loss"],
             final_val_step=last["step"],
+            is_better_than_untrained=is_better_than_untrained(
+                {row["step"]: row["val_loss"] for row in evaluations}
+            ),
             val_metrics=val_metrics(last),
             val_confusion=confusion_of(last),
         )

@@ -17,6 +17,7 @@ from pathlib import Path
 from payload.config.run_config import load_run_config
 from payload.config.store_address import StoreAddress, parse_store_address
 from payload.core.command_line import CommandParser
+from payload.core.error_line import print_error
 from payload.core.errors import ExitCode, TileforgeError, UsageError
 from payload.core.interrupts import interrupt_once
 from payload.core.printable_text import printable, shown_name
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return int(arguments.command(arguments))
     except TileforgeError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -70,7 +70,7 @@ def test_columns_in_another_case_give_the_same_tokens_as_the_known_names(
     for path in made["known"].keys() - {"meta.json"}:
         assert made["known"][path] == made["other"][path], path
     # finetune chooses the same columns.
-    found = detect_data(str(tmp_path / f"other{suffix}"), DataOptions(task=task))
+    found = detect_data([str(tmp_path / f"other{suffix}")], DataOptions(task=task))
     out = tmp_path / "detected"
     more = ("--tokenizer", tokenizer, "--val-fraction", "0.2", "--out", out)
     assert run_here("prepare", *found.arguments(), *more).returncode == ExitCode.OK
@@ -104,7 +104,7 @@ def test_a_task_that_the_user_chooses_reads_conversations_beside_labelled_texts(
         for n in range(30)
     ]
     source = write(tmp_path / "rows.jsonl", rows)
-    found = detect_data(str(source), DataOptions(task="chat"))
+    found = detect_data([str(source)], DataOptions(task="chat"))
     assert found.forwarded == ("--columns", "Question=question,Answer=answer")
     words = ("--task", "chat", "--input", source, "--out", tmp_path / "out")
     done = run_here("prepare", *words, "--tokenizer", make_tokenizer(tmp_path / "tokenizer"))

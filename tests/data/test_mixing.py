@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from payload.core.errors import ExitCode
 from payload.core.tasks import TaskKind
 from payload.data.__main__ import main
 from payload.data.sources.input_weights import split_weights
@@ -232,8 +233,9 @@ def test_a_missing_file_is_named_without_its_weight(
         "--out",
         str(tmp_path / "o"),
     ]
-    assert main(words) == 10
-    assert f"{tmp_path}/none.jsonl: does not exist" in capsys.readouterr().err
+    assert main(words) == ExitCode.USAGE
+    problem = f"--input {tmp_path}/none.jsonl: file or folder not found. "
+    assert problem in capsys.readouterr().err
 
 
 def test_a_weight_that_takes_no_row_and_a_file_with_two_weights_are_refused(

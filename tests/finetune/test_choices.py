@@ -140,7 +140,7 @@ def test_a_jsonl_file_is_recognised_by_its_columns(
     tmp_path: Path, row: dict[str, object], task: str, columns: tuple[str | None, str | None]
 ) -> None:
     path = write_rows(tmp_path / "x.jsonl", [row])
-    found = detect_data(str(path), DataOptions())
+    found = detect_data([str(path)], DataOptions())
     assert (found.task, found.source) == (task, "auto")
     assert (found.text_column, found.label_column) == columns
 
@@ -148,9 +148,9 @@ def test_a_jsonl_file_is_recognised_by_its_columns(
 def test_the_command_line_overrides_detection(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "x.jsonl", [{"text": "a", "label": 1, "body": "b", "stars": 3}])
     asked = DataOptions(task="classify", text_column="body", label_column="stars")
-    found = detect_data(str(path), asked)
+    found = detect_data([str(path)], asked)
     assert (found.text_column, found.label_column) == ("body", "stars")
-    assert detect_data(str(path), DataOptions(task="text")).arguments()[:4] == [
+    assert detect_data([str(path)], DataOptions(task="text")).arguments()[:4] == [
         *("--task", "text", "--source", "auto")
     ]
 
@@ -170,7 +170,7 @@ def test_the_names_of_columns_are_recognised_in_any_case(
 ) -> None:
     path = tmp_path / "excel.csv"
     path.write_text(f"{header}\n1;two;three\n1;four;five\n")
-    found = detect_data(str(path), DataOptions())
+    found = detect_data([str(path)], DataOptions())
     assert found.task == task
     assert found.arguments()[6:] == read
     names = [word.split("=")[1] for word in read[-1].split(",")] if "=" in read[-1] else read[1::2]
@@ -195,7 +195,7 @@ def test_labels_that_are_chosen_or_written_exactly_come_before_other_cases(
     """A classifier became a chat model, or was trained on another column."""
     path = tmp_path / "x.csv"
     path.write_text(f"{header}\n" + "a,b,c,d\n"[: 2 * header.count(",") + 1] + "\n")
-    found = detect_data(str(path), asked)
+    found = detect_data([str(path)], asked)
     assert (found.task, found.text_column, found.label_column) == ("classify", *columns)
 
 
@@ -204,18 +204,18 @@ def test_likely_columns_are_named_where_none_is_recognised(tmp_path: Path) -> No
     path = tmp_path / "odd.csv"
     path.write_text("nr,what,kind\n" + "".join(f"{','.join(row)}\n" for row in texts))
     with pytest.raises(DataError) as caught:
-        detect_data(str(path), DataOptions())
+        detect_data([str(path)], DataOptions())
     assert "labelled texts: --label-column 'kind' and --text-column 'what'." in str(caught.value)
     with pytest.raises(DataError, match="--label-column 'kind'"):
-        detect_data(str(path), DataOptions(task="classify", text_column="what"))
+        detect_data([str(path)], DataOptions(task="classify", text_column="what"))
 
 
 def test_files_and_folders_are_known_by_their_names(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text("text,label\na,1\n")
-    assert detect_data(str(tmp_path / "table.csv"), DataOptions()).task == "classify"
-    assert detect_data(str(tmp_path), DataOptions()).task == "classify"
+    assert detect_data([str(tmp_path / "table.csv")], DataOptions()).task == "classify"
+    assert detect_data([str(tmp_path)], DataOptions()).task == "classify"
     (tmp_path / "notes.md").write_text("words")
-    assert detect_data(str(tmp_path / "notes.md"), DataOptions()).arguments() == [
+    assert detect_data([str(tmp_path / "notes.md")], DataOptions()).arguments() == [
         *("--task", "text", "--source", "text", "--input", str(tmp_path / "notes.md"))
     ]
 
@@ -264,11 +264,11 @@ def test_unsupported_data_is_one_line_with_a_fix(
 ) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError) as caught:
-        detect_data(str(tmp_path / name), asked)
+        detect_data([str(tmp_path / name)], asked)
     assert problem in str(caught.value)
 
 
 def test_a_path_that_is_not_there_is_no_name_on_the_hub() -> None:
     for given in ("nowhere.jsonl", "./nowhere", "nowhere"):
         with pytest.raises(DataError, match="file or folder not found"):
-            detect_data(given, DataOptions())
+            detect_data([given], DataOptions())

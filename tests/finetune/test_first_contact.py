@@ -144,6 +144,20 @@ def test_the_next_commands_name_the_run_and_fit_its_task(
     assert f"--model {tmp_path / 'others' / 'one'} " in elsewhere
 
 
+def test_a_large_run_ends_with_its_size_and_the_command_that_frees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = RunPaths(tmp_path / "runs" / "one")
+    paths.checkpoints.mkdir(parents=True)
+    config = parse_run_config("", where="test")
+    assert not any(line.startswith("disk: ") for line in next_lines(paths, config))
+    with (paths.checkpoints / "weights").open("wb") as file:
+        file.truncate(3 * 10**8)
+    *_, size, remove = next_lines(paths, config)
+    assert size.startswith("disk: the run has 0.30 GB") and remove.endswith(" remove one --now")
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_run_prints_its_samples_and_the_next_commands(tmp_path: Path) -> None:

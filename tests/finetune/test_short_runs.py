@@ -8,7 +8,7 @@ import pytest
 
 from payload.estimates.disk_room import disk_words
 from payload.finetune.setting_rules import schedule
-from payload.run_record.metrics_log import untrained_is_best
+from payload.run_record.metrics_log import is_better_than_untrained, untrained_is_best
 
 
 @pytest.mark.parametrize("num_steps", [2, 8, 12, 60, 1000])
@@ -32,4 +32,7 @@ def test_a_run_that_made_the_model_worse_is_noted() -> None:
     note = untrained_is_best({0: 1.62, 8: 1.9, 16: 1.8653})
     assert note is not None and "the untrained model (1.6200 at step 0). Lower" in note
     assert untrained_is_best({0: 1.62, 8: 1.6}) is None
+    assert is_better_than_untrained({0: 1.62, 8: 1.9}) is False
+    assert is_better_than_untrained({0: 1.62, 8: 1.6}) is True
+    assert is_better_than_untrained({8: 1.6}) is None
     assert untrained_is_best({8: 1.6}) is None and untrained_is_best({0: 1.62}) is None

@@ -63,6 +63,7 @@ _SUMMARY = Summary(
     final_val_loss=1.5,
     final_val_step=4,
     best_checkpoint="step_00000004",
+    is_better_than_untrained=True,
     val_metrics={"accuracy": 0.5, "macro_f1": 0.5},
     val_confusion=((1, 1), (1, 1)),
     tokens_per_s=1.0,

@@ -13,7 +13,7 @@ from payload.orchestrate.follow.run_text import result_lines, status_lines
 from payload.orchestrate.runs.run_index import view_run
 from payload.report.__main__ import main
 from payload.run_record.metrics_log import EvalMetrics, read_metrics
-from payload.run_record.run_files import RunPaths, Summary, read_json
+from payload.run_record.run_files import RunPaths, Summary, read_json, to_json
 from payload.run_record.run_statistics import with_rows
 from payload.run_record.task_metrics import confusion_of, val_metrics
 from tests.report.figures import check_curves, check_figures
@@ -35,6 +35,22 @@ def summary_of(paths: RunPaths) -> Summary:
     old = read_json(Summary, paths.summary)
     assert old is not None and not old.val_metrics
     return with_rows(old, read_metrics(paths.metrics), saved_step=0)
+
+
+@pytest.mark.parametrize(("untrained", "is_better"), [(0.001, False), (99.0, True), (None, None)])
+def test_the_summary_and_the_report_tell_whether_the_run_is_better_than_the_untrained_model(
+    untrained: float | None, is_better: bool | None, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = RunPaths(runs / "full")
+    rows = [row for row in read_metrics(paths.metrics) if row["step"] > 0]
+    first = [] if untrained is None else [{"step": 0, "val_loss": untrained, "val_tokens": 9}]
+    old = read_json(Summary, paths.summary)
+    assert old is not None and old.is_better_than_untrained is None
+    summary = with_rows(old, [*first, *rows], saved_step=0)
+    assert summary.is_better_than_untrained is is_better
+    paths.summary.write_text(to_json(summary), encoding="utf-8")
+    page = page_of(capsys, paths.root).read_text(encoding="utf-8")
+    assert ("No checkpoint is better than the untrained model" in page) == (is_better is False)
 
 
 @pytest.mark.parametrize(

@@ -13,25 +13,27 @@ MOST_WEIGHT = 1000
 """Highest weight of an input. A higher one is probably a mistake."""
 
 
-def split_weights(given: Sequence[str]) -> tuple[tuple[str, ...], tuple[Fraction, ...]]:
-    """Return the paths of --input, and their weights. The weights are empty if all are 1.
+def split_weights(
+    given: Sequence[str], *, setting: str = "--input"
+) -> tuple[tuple[str, ...], tuple[Fraction, ...]]:
+    """Return the paths of the inputs, and their weights. The weights are empty if all are 1.
 
-    Raises UsageError.
+    Raises UsageError, which names `setting`.
     """
-    pairs = [_path_and_weight(each) for each in given]
+    pairs = [_path_and_weight(each, setting=setting) for each in given]
     paths, weights = (tuple(each) for each in zip(*pairs, strict=True)) if pairs else ((), ())
     if all(weight == 1 for weight in weights):
         return paths, ()
     repeated = next((path for path in paths if paths.count(path) > 1), None)
     if repeated is not None:
         raise UsageError(
-            f"--input {repeated}: given twice, with weights. Give it once, with the sum of the "
+            f"{setting} {repeated}: given twice, with weights. Give it once, with the sum of the "
             "weights."
         )
     return paths, weights
 
 
-def _path_and_weight(given: str) -> tuple[str, Fraction]:
+def _path_and_weight(given: str, *, setting: str) -> tuple[str, Fraction]:
     """Return the two parts of PATH:WEIGHT.
 
     The weight is 1 if the whole text is an existing path.
@@ -47,7 +49,7 @@ def _path_and_weight(given: str) -> tuple[str, Fraction]:
         weight = math.nan
     if not 0 < weight <= MOST_WEIGHT:
         raise UsageError(
-            f"--input {given}: the weight {text!r} is not a number above 0 and at most "
+            f"{setting} {given}: the weight {text!r} is not a number above 0 and at most "
             f"{MOST_WEIGHT:,}. Write PATH:WEIGHT, as in {path}:3 or {path}:0.5."
         )
     return path, Fraction(text.strip())

@@ -64,8 +64,14 @@ def resolve_source(request: SourceRequest, *, setting: str = "--input") -> Sourc
     if "/" in given:
         require_one_meaning(given, setting=setting, kind="dataset", error=UsageError)
     if len(request.inputs) > 1 or home_path(given).exists():
-        inputs = tuple(str(home_path(each)) for each in request.inputs)
-        return replace(request, inputs=inputs)
+        paths = [home_path(each) for each in request.inputs]
+        missing = next((each for each in paths if not each.exists()), None)
+        if missing is not None:
+            raise UsageError(
+                f"{setting} {missing}: file or folder not found. Correct the path; a dataset of "
+                "the hub must be the only input."
+            )
+        return replace(request, inputs=tuple(map(str, paths)))
     is_path = given.startswith(("/", "./", "../", "~")) or Path(given).suffix.lower() in _SUFFIXES
     if is_path or "/" not in given or HubName.parse(given) is None:
         raise UsageError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from payload.core.errors import ExitCode, TileforgeError, UsageError
+from payload.core.files import size_of
 from payload.core.suggested_commands import command
 from payload.orchestrate.commands.run_choice import is_alive_at_site, readable_mirror
 from payload.orchestrate.commands.run_commands_options import RemoveOptions
@@ -103,7 +104,7 @@ def _removals(
             refused = error
             talk.print(f"kept: {error}")
             continue
-        size_bytes = _size_bytes(paths.root)
+        size_bytes = size_of(paths.root)
         text = f"{paths.run_id} ({_status(paths)}, {size_bytes / 1e9:,.2f} GB)"
         found.append(_Removal(paths=paths, text=text, size_bytes=size_bytes))
     return found, refused
@@ -138,7 +139,7 @@ def _is_confirmed(
         talk.print(f"  {each.text}")
     sizes = [each.size_bytes for each in found]
     for old in trashed:
-        sizes.append(_size_bytes(old.folder))
+        sizes.append(size_of(old.folder))
         talk.print(f"  {_trashed_text(old)}")
     runs = f"{len(sizes)} run{'s' * (len(sizes) > 1)} ({sum(sizes) / 1e9:,.2f} GB)"
     verb = f"Delete {runs} permanently?" if options.now else f"Move {runs} to the trash?"
@@ -147,7 +148,7 @@ def _is_confirmed(
 
 def _trashed_text(trashed: TrashedRun) -> str:
     """Return the run's id and size."""
-    size_bytes = _size_bytes(trashed.folder)
+    size_bytes = size_of(trashed.folder)
     return f"{trashed.record.run_id} (in the trash, {size_bytes / 1e9:,.2f} GB)"
 
 
@@ -236,7 +237,3 @@ def _repair_latest(runs_dir: Path) -> None:
     trained = [paths for paths in all_runs(runs_dir) if paths.newest_checkpoint() is not None]
     if trained:
         point_latest_at(trained[0])
-
-
-def _size_bytes(root: Path) -> int:
-    return sum(path.lstat().st_size for path in root.rglob("*") if not path.is_dir())

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from payload.config.run_config import RunConfig
+from payload.core.files import size_of
 from payload.core.one_line import printable_line
 from payload.core.suggested_commands import chat_command, command
 from payload.run_record.run_files import DEFAULT_RUNS_DIR, RunPaths
 from payload.run_record.run_samples import Sample
+from payload.run_record.suggested_run_commands import run_command
 
 _SHOWN_CHARS = 400
+_SHOWN_BYTES = 10**8
+"""Smallest size of a run that is printed."""
 
 
 def sample_lines(samples: Sequence[Sample], *, width: int) -> list[str]:
@@ -55,7 +59,18 @@ def next_lines(paths: RunPaths, config: RunConfig) -> list[str]:
         command("evaluate", "--model", model, "--data", str(config.data.folder())),
         command("export", "--model", model, *share),
     ]
-    return ["next:", *(f"  {each}" for each in commands)]
+    return ["next:", *(f"  {each}" for each in commands), *_disk_lines(paths)]
+
+
+def _disk_lines(paths: RunPaths) -> list[str]:
+    """Return the size of a run's folder, and the command that frees the space; nothing if small."""
+    size_bytes = size_of(paths.root)
+    if size_bytes < _SHOWN_BYTES:
+        return []
+    return [
+        f"disk: the run has {size_bytes / 1e9:,.2f} GB. To delete the run, after an export:",
+        f"  {run_command('remove', paths, '--now')}",
+    ]
 
 
 def model_name(paths: RunPaths) -> str:

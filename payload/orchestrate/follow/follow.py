@@ -80,7 +80,9 @@ def print_result(
         print_message(talk, straggler_line(slow, paths))
     if summary.status == "failed":
         log = _log_with_cause(paths, state)
-        talk.print("\n".join(failure_lines(summary.error or "failed", log=log)))
+        error, *rest = failure_lines(summary.error or "failed", log=log)
+        print_message(talk, error)
+        talk.print("\n".join(rest))
     elif summary.error:
         print_message(talk, f"note: {printable_line(summary.error)}")
     if summary.status != "finished" and checkpoint is not None:

@@ -145,7 +145,7 @@ _REDRAWS_PER_S = 4
 _PLAIN_EVERY_S = 30.0
 _BAR_CELLS = 24
 _ERROR_PREFIX = "error: "
-_WRAPPED_PREFIXES = ("note: ", "warning: ")
+_WRAPPED_PREFIXES = (_ERROR_PREFIX, "note: ", "warning: ")
 # Parts of the line from this priority on are left out before other parts are shortened.
 _OPTIONAL = 6
 _PHASE_NAMES = {

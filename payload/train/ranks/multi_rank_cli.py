@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from payload.core.error_line import print_error
 from payload.core.errors import ExitCode, TileforgeError
-from payload.core.printable_text import printable
 from payload.train.ranks.world import World, as_rank_lost
 
 _PROGRESS_S = 10.0
@@ -39,7 +39,7 @@ def carry_out(work: Callable[[World], None], env: Mapping[str, str]) -> int:
 
 
 def _print_error(error: TileforgeError) -> int:
-    sys.stderr.write(f"error: {printable(str(error))}\n")
+    print_error(error)
     return error.exit_code
 
 
