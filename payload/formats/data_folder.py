@@ -97,7 +97,7 @@ class SplitRecord:
     """`permutation`: the same documents as `datasets`' train_test_split. `hash`: by a keyed hash of
     the document's number, if the number of documents was not known in advance. `stratified`: the
     same share of each label's texts. `files`: the
-    documents of the validation files."""
+    documents of the validation files, and the rows that a column `split` declares."""
     val_fraction: float = checked(low=0, high=1)
     seed: int
 

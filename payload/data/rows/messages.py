@@ -393,6 +393,18 @@ def parsed(value: object) -> object:
     return value
 
 
+def messages_in(value: object) -> object:
+    """Return the list in a JSON text of messages; another value is returned unchanged."""
+    found = parsed(value) if isinstance(value, str) else value
+    if found is value or not isinstance(found, list) or not found:
+        return value
+    is_list = all(
+        isinstance(each, dict) and any(role in each and text in each for role, text in _FORMS)
+        for each in found
+    )
+    return found if is_list else value
+
+
 def tool_list(value: object, where: str) -> list[dict[str, Any]]:
     """Return functions as `{"type": "function", "function": ...}`, from a list or JSON text.
 

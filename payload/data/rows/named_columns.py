@@ -42,6 +42,10 @@ def _column_of(row: Mapping[str, Any], name: str) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
+def _is_message(value: Mapping[str, Any]) -> bool:
+    return "role" in value or "from" in value
+
+
 class NamedColumns:
     """Renames the columns of rows, and removes ignored keys from rows and their messages."""
 
@@ -113,19 +117,22 @@ class NamedColumns:
         """
         if not isinstance(value, list):
             return value
+        found: list[Any] = []
         for each in value:
-            if isinstance(each, Mapping):
-                removed |= self._ignored & each.keys()
-        return [
-            {
-                key: self._without(inner, removed)
-                for key, inner in each.items()
-                if key not in self._ignored
-            }
-            if isinstance(each, Mapping)
-            else each
-            for each in value
-        ]
+            if not isinstance(each, Mapping):
+                found.append(each)
+                continue
+            # The name of a function belongs to a call, and to the list of functions.
+            ignored = self._ignored if _is_message(each) else self._ignored - {"name"}
+            removed |= ignored & each.keys()
+            found.append(
+                {
+                    key: self._without(inner, removed)
+                    for key, inner in each.items()
+                    if key not in ignored
+                }
+            )
+        return found
 
     def require_found(self) -> None:
         """Raise UsageError for a renamed column that no row has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -40,17 +41,14 @@ class TextTask(Task):
         return prepare(source, settings, Reporter(quiet=args.quiet))
 
 
-def _with_text_column(request: SourceRequest, *, quiet: bool) -> SourceRequest:
+def _with_text_column(
+    request: SourceRequest, columns: Sequence[str], *, quiet: bool
+) -> SourceRequest:
     """Return the request with the text column, chosen by the names of the first row's columns."""
-    from payload.data.rows.column_choice import (
-        TEXT_COLUMNS,
-        choice_lines,
-        first_of,
-        first_row_columns,
-    )
+    from payload.data.rows.column_choice import TEXT_COLUMNS, choice_lines, first_of
     from payload.data.writing.progress import Reporter
 
-    column = first_of(TEXT_COLUMNS, first_row_columns(request))
+    column = first_of(TEXT_COLUMNS, columns)
     if column in (None, DEFAULT_TEXT_COLUMN):
         return request
     for line in choice_lines([(column, DEFAULT_TEXT_COLUMN)]):
@@ -59,12 +57,14 @@ def _with_text_column(request: SourceRequest, *, quiet: bool) -> SourceRequest:
 
 
 def _source_and_settings(args: argparse.Namespace) -> tuple[Source, PrepareSettings]:
+    from payload.data.rows.column_choice import first_row_columns
     from payload.data.tasks.text_source import build_source
 
     request = source_request(args)
+    columns = first_row_columns(request)
     if request.text_column is None:
-        request = _with_text_column(request, quiet=args.quiet)
-    source = build_source(request)
+        request = _with_text_column(request, columns, quiet=args.quiet)
+    source = build_source(request, columns)
 
     from payload.data.tokenizers import load_tokenizer
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
+    from jinja2.compiler import CodeGenerator
     from jinja2.ext import Extension
     from jinja2.nodes import Node
 
@@ -188,12 +189,18 @@ class Program:
         return spans
 
     def _text(self, values: Mapping[str, Any], given: int) -> str:
-        text = self._template.render(values)
-        if len(text) > min(_MAX_CHARS, _TEMPLATE_CHARS + _CHARS_PER_CHAR * given):
-            raise TemplateFailureError(
-                f"its output is too long: {len(text):,} characters from {given:,} characters of "
-                "messages."
-            )
+        most, size = min(_MAX_CHARS, _TEMPLATE_CHARS + _CHARS_PER_CHAR * given), 0
+        pieces = []
+        # Counted piece by piece, so that an endless output ends at the limit.
+        for piece in self._template.generate(values):
+            pieces.append(piece)
+            size += len(piece)
+            if size > most:
+                raise TemplateFailureError(
+                    f"its output is too long: over {most:,} characters from {given:,} characters "
+                    "of messages."
+                )
+        text = "".join(pieces)
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -232,7 +239,9 @@ def _environment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[loopcontrols, _generation_extension(marks)],
+        optimized=False,
     )
+    environment.code_generator_class = _code_generator()
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise,
@@ -241,6 +250,21 @@ def _environment(
         "namespace": PlainNamespace,
     }
     return environment
+
+
+def _code_generator() -> type[CodeGenerator]:
+    from jinja2 import nodes
+    from jinja2.compiler import CodeGenerator, Frame
+
+    class LateCodeGenerator(CodeGenerator):
+        """Computes no value at compile time: 'x' * 200000000 would be written into the program."""
+
+        def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+            if not isinstance(node, (nodes.TemplateData, nodes.Const)):
+                raise nodes.Impossible
+            return super()._output_child_to_const(node, frame, finalize)
+
+    return LateCodeGenerator
 
 
 class _Dict:
