@@ -479,3 +479,156 @@ def test_the_header_of_a_conversation_that_begins_with_an_answer_is_not_trained(
     template = read(tmp_path, "{% if messages[0].role == 'x' %}{% endif %}" + PLAIN_TEMPLATE)
     messages = [{"role": "assistant", "content": "Hello."}, *pair("a", "b")]
     assert shown(template, messages) == [[f"Hello.{END}", f"b{END}"]]
+
+
+NAMED = PLAIN_TEMPLATE.replace(
+    "message['role'] +", "message['role'] + message.name | default('') +"
+)
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+def test_the_name_of_a_speaker_is_rendered_or_the_row_is_refused(role: str, tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "a to Bob5x"}, *pair("b", "c")]
+    messages = [{**each, "name": "Bob5x"} if each["role"] == role else each for each in messages]
+    place = [each["role"] for each in messages].index(role) + 1
+    plain, named = (
+        read(tmp_path / name, each) for name, each in (("p", PLAIN_TEMPLATE), ("n", NAMED))
+    )
+    with pytest.raises(
+        DataError, match=f"message {place} of 3: the template leaves out the key 'na"
+    ):
+        shown(plain, messages)
+    assert shown(plain, messages, ignored_keys=frozenset({"name"})) == [[f"c{END}"]]
+    assert shown(named, messages)
+
+
+def test_an_ignored_name_stays_in_calls_and_functions(tmp_path: Path) -> None:
+    call = {"name": "add", "arguments": {"a": 1}}
+    row = {
+        "messages": [
+            {"role": "user", "name": "Bob", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": "add", "content": "2"},
+            {"role": "assistant", "content": "b"},
+        ],
+        "functions": [{"name": "add", "parameters": {}}],
+    }
+    model = make_tokenizer(tmp_path / "model")
+    source = write_rows(tmp_path / "in.jsonl", [row] * 3)
+    flags = ["--chat-template", "trl:qwen2_5", "--model", str(model)]
+    assert data(["show", str(source), *flags]) == ExitCode.CONFIG
+    assert data(["show", str(source), *flags, "--ignore-key", "name"]) == ExitCode.OK
+
+
+SPLIT_THOUGHT = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and '</think>' in m.content %}"
+    "{{ '<think>\n' + m.content.split('</think>')[0].split('<think>')[-1].strip() }}"
+    "{{ '\n</think>\n\n' + m.content.split('</think>')[-1].strip() }}"
+    "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""As Qwen3's template: it keeps one thought and the text after the last block."""
+
+
+@pytest.mark.parametrize(
+    ("content", "lost"),
+    [
+        ("<think>one two</think>three four", None),
+        ("one two</think>three four", None),
+        ("<think>a</think>b", None),
+        ("Sure.\n<think>one two</think>three four", "Sure."),
+        ("a <think>one two</think>three four", "a"),
+        ("<think>one two</think>red blue<think>three</think>four", "red blue"),
+    ],
+)
+def test_a_part_of_an_answer_that_the_template_leaves_out_is_named(
+    content: str, lost: str | None, tmp_path: Path
+) -> None:
+    template = read(tmp_path, SPLIT_THOUGHT)
+    if lost is None:
+        assert shown(template, pair("a", content))
+        return
+    with pytest.raises(DataError) as caught:
+        shown(template, pair("a", content))
+    assert f"message 2 of 2: the template leaves out the text {lost!r} of" in str(caught.value)
+    assert "--ignore-key" not in str(caught.value)
+    plain = read(tmp_path / "plain", PLAIN_TEMPLATE)
+    assert shown(plain, pair("a", content)) == [[content + END]]
+
+
+@pytest.mark.parametrize("cut", ["[:9]", "[9:]", ".split('\n')[0]", ".split('\n')[-1]"])
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_a_template_that_cuts_a_content_is_refused(cut: str, role: str, tmp_path: Path) -> None:
+    messages = pair("one two three\nred blue add", "list file open\nwhat is one two")
+    inner = f"(message['content']{cut} if message.role == '{role}' else message['content'])"
+    template = read(tmp_path, PLAIN_TEMPLATE.replace("message['content']", inner))
+    with pytest.raises(DataError, match="the template leaves out the text"):
+        shown(template, messages)
+
+
+def test_dropping_a_thought_keeps_the_text_before_it(tmp_path: Path) -> None:
+    template = read(tmp_path, PLAIN_TEMPLATE)
+    content = "Sure. <think>one two</think>three"
+    assert shown(template, pair("a", content), thoughts="drop") == [[f"Sure. three{END}"]]
+
+
+@pytest.mark.parametrize("flags", [(), ("--thoughts", "drop")])
+def test_empty_answers_are_counted(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"messages": pair("a", each)} for each in ("b", "", " \n", "c")]
+    rows += [{"messages": [*pair("a", "b"), *pair("c", "<think>one</think>")]}]
+    rows += [{"messages": [{**each, "weight": 0} if not each["content"] else each
+                           for each in [*pair("a", ""), *pair("b", "c")]]}]  # fmt: skip
+    source = write_rows(tmp_path / "in.jsonl", rows * 4)
+    model = make_tokenizer(tmp_path / "model")
+    words = prepare_words(model, source, tmp_path / "out", *flags)
+    words.remove("--quiet")
+    assert data(words) == ExitCode.OK
+    count = 12 if flags else 8
+    place = f"{source} line 2"
+    assert (
+        f"note: {count} rows have an empty answer, of which training covers only the stop token, "
+        f"for example {place}" in capsys.readouterr().err
+    )
+
+
+def test_an_empty_answer_of_a_pair_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "" if n % 2 else "c"} for n in range(20)]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    words = prepare_words(
+        make_tokenizer(tmp_path / "model"), source, tmp_path / "out", task="preference"
+    )
+    words.remove("--quiet")
+    assert data(words) == ExitCode.OK
+    assert "note: 10 rows have an empty answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("files", "note"),
+    [
+        ({"config.json": {"eos_token_id": 1}}, None),
+        ({"config.json": {"eos_token_id": [5, 1]}, "generation_config.json": {}}, "has no stop"),
+        ({"config.json": {"eos_token_id": 0}}, "'<|im_start|>' (eos_token_id of config.json)"),
+        ({"config.json": {}}, "has no stop token"),
+        ({"config.json": {"eos_token_id": 0}, "generation_config.json": {"eos_token_id": [0, 1]}},
+         None),
+        ({}, None),
+    ],
+)  # fmt: skip
+def test_a_model_that_would_not_stop_at_the_trained_token_is_noted_once(
+    files: dict[str, Any], note: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_tokenizer(tmp_path / "model")
+    for name, config in files.items():
+        (model / name).write_text(json.dumps(config), encoding="utf-8")
+    source = write_rows(tmp_path / "in.jsonl", [{"messages": TWO}] * 20)
+    words = prepare_words(model, source, tmp_path / "out")
+    words.remove("--quiet")
+    assert data(words) == ExitCode.OK
+    printed = capsys.readouterr().err
+    assert printed.count("training teaches the stop token '<|im_end|>'") == (note is not None)
+    assert note is None or note in printed
