@@ -37,7 +37,8 @@ class RowSplits:
             return None
         self._column, split = found
         if split == "test":
-            return f"{self._column} = {shown(row[self._column])}, as test files"
+            value = shown(row[self._column])
+            return f"{self._column} = {value} (to train them: --ignore-key {self._column})"
         if self._valid and self._valid[-1][1] == number:
             self._valid[-1][1] += 1
         else:
@@ -69,7 +70,7 @@ class RowSplits:
         """Return the number of rows, and the split that the files and the column declare."""
         split = None
         if first_val is not None or self._valid:
-            numbers = [np.arange(*each, dtype=np.int64) for each in self._valid]
+            numbers = [np.arange(start, end, dtype=np.int64) for start, end in self._valid]
             split = FileSplit.of(
                 first_val=first_val,
                 documents=documents,

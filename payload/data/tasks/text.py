@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
+from payload.core.errors import DataError
 from payload.core.tasks import TaskKind
 from payload.data.sources.source_flags import DEFAULT_TEXT_COLUMN
 from payload.data.tasks.arguments import prepare_settings, source_request
@@ -61,7 +62,13 @@ def _source_and_settings(args: argparse.Namespace) -> tuple[Source, PrepareSetti
     from payload.data.tasks.text_source import build_source
 
     request = source_request(args)
-    columns = first_row_columns(request)
+    columns: Sequence[str] = ()
+    try:
+        columns = first_row_columns(request)
+    except DataError:
+        # With --skip-bad, the source leaves out a damaged file; otherwise it reports the file.
+        if request.text_column is None:
+            raise
     if request.text_column is None:
         request = _with_text_column(request, columns, quiet=args.quiet)
     source = build_source(request, columns)

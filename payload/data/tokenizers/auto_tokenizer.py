@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from payload.core.errors import is_failure
 from payload.core.printable_text import shown
@@ -37,7 +38,7 @@ def auto_tokenizer_note(tokenizer: TextTokenizer) -> str | None:
     try:
         found = _first_difference(tokenizer)
     except BaseException as problem:
-        # Such a tokenizer cannot be loaded there at all, so nobody gets other tokens.
+        # transformers cannot load this tokenizer, so there are no tokens to compare.
         if not is_failure(problem):
             raise
         return None
@@ -62,7 +63,7 @@ def _first_difference(tokenizer: HfTokenizer) -> tuple[str, list[int], list[int]
         if tokenizer.model_type:
             config = json.dumps({"model_type": tokenizer.model_type})
             (Path(folder) / "config.json").write_text(config, encoding="utf-8")
-        other = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        other: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     for text in _texts(tokenizer):
         ours = list(tokenizer.encodings([text])[0].ids)
         theirs = list(other.encode(text, add_special_tokens=False))
