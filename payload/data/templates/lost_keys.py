@@ -133,8 +133,10 @@ def _changed_pieces(content: object, text: str) -> Iterator[tuple[str, str]]:
     if not isinstance(content, str) or _is_in([content.strip()], text):
         return
     found = (each for each in pieces_of(content) if not _is_surely_in([each[0]], text))
-    for piece, end in islice(found, _MOST_PIECES):
-        yield piece, f"{content[:end]}{_OTHER_CONTENT}{content[end:]}"
+    for piece, *places in islice(found, _MOST_PIECES):
+        # The template may leave out only the end of a piece, or only its beginning.
+        for place in reversed(places):
+            yield piece, f"{content[:place]}{_OTHER_CONTENT}{content[place:]}"
 
 
 def _smaller_calls(

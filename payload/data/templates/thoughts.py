@@ -99,15 +99,16 @@ def without_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
     return rest if found is None else {**rest, "content": found[1]}
 
 
-def pieces_of(content: str) -> Iterator[tuple[str, int]]:
-    """Yield each line, and each text before or after a mark of thoughts, with the place where it
-    ends. The texts have no white space around them."""
+def pieces_of(content: str) -> Iterator[tuple[str, int, int]]:
+    """Yield each line, and each text before or after a mark of thoughts, with its first index and
+    its end. The texts have no white space around them."""
     start = 0
     for border in (*_BORDER.finditer(content), None):
         end = len(content) if border is None else border.start()
         piece = content[start:end].strip()
         if piece:
-            yield piece, start + len(content[start:end].rstrip())
+            first = content.index(piece, start)
+            yield piece, first, first + len(piece)
         start = end if border is None else border.end()
 
 
