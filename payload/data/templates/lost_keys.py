@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -58,9 +59,12 @@ def require_rendered(
     """
     shown = list(messages[: number + 1])
 
+    @cache
+    def unchanged() -> str | None:
+        return render(shown, tools)
+
     def is_lost(changed: Message, index: int) -> bool:
-        whole = render(shown, tools)
-        return whole == render([*shown[:index], changed, *shown[index + 1 :]], tools)
+        return unchanged() == render([*shown[:index], changed, *shown[index + 1 :]], tools)
 
     def complain(index: int, key: str, fix: str) -> DataError:
         return DataError(
@@ -117,7 +121,7 @@ def require_rendered(
         tools
         and "tools" not in ignored
         and not _is_surely_in(_descriptions(tools), text)
-        and render(shown, tools) == render(shown, [_renamed(each) for each in tools])
+        and unchanged() == render(shown, [_renamed(each) for each in tools])
     ):
         raise DataError(
             f"{where}: the template leaves out the tools, so training would lose them. "
