@@ -68,6 +68,15 @@ def test_an_ignored_name_stays_in_calls_and_functions(tmp_path: Path) -> None:
     assert data(["show", str(source), *flags, "--ignore-key", "name"]) == ExitCode.OK
 
 
+def test_calls_that_are_ignored_leave_a_message_without_content(tmp_path: Path) -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    row = {"messages": [*turn("a", "b"), {"role": "assistant", "tool_calls": [call]}]}
+    source = write_rows(tmp_path / "in.jsonl", [row] * 3)
+    words = ["show", str(source), "--model", str(make_tokenizer(tmp_path / "model"))]
+    assert data(words) == ExitCode.CONFIG
+    assert data([*words, "--ignore-key", "tool_calls"]) == ExitCode.OK
+
+
 SPLIT_THOUGHT = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% if m.role == 'assistant' and '</think>' in m.content %}"

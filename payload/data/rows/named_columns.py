@@ -125,13 +125,15 @@ class NamedColumns:
             # The name of a function belongs to a call, and to the list of functions.
             ignored = self._ignored if _is_message(each) else self._ignored - {"name"}
             removed |= ignored & each.keys()
-            found.append(
-                {
-                    key: self._without(inner, removed)
-                    for key, inner in each.items()
-                    if key not in ignored
-                }
-            )
+            kept = {
+                key: self._without(inner, removed)
+                for key, inner in each.items()
+                if key not in ignored
+            }
+            if "role" in kept and ignored & each.keys() - {"content"}:
+                # A message with a call alone needs no content.
+                kept.setdefault("content", "")
+            found.append(kept)
         return found
 
     def require_found(self) -> None:
