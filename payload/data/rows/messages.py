@@ -47,7 +47,7 @@ _CALLS = "tool_calls"
 _THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 _ARGUMENTS = ("arguments", "parameters", "input", "args")
 """Keys of a call's arguments: OpenAI's, Llama's, Anthropic's and LangChain's."""
-_NO_CONTENT_KEYS = (_CALLS, "function_call", *_THOUGHT_KEYS)
+NO_CONTENT_KEYS = (_CALLS, "function_call", *_THOUGHT_KEYS)
 """Keys that allow a message without content."""
 _RENDERED_METADATA = ("name", "tool_call_id")
 """Keys that look like metadata, but that templates render."""
@@ -230,7 +230,7 @@ def _form(given: object, where: str) -> tuple[str, str]:
     """Return the names of the keys with role and content. Raises BadConversationError."""
     if isinstance(given, (dict, Mapping)):
         for role, content in _FORMS:
-            has_content = content in given or any(given.get(key) for key in _NO_CONTENT_KEYS)
+            has_content = content in given or any(given.get(key) for key in NO_CONTENT_KEYS)
             if role in given and has_content:
                 return role, content
     raise BadConversationError(f"{where} is {shown(given)}. {_missing_keys(given)}")

@@ -9,6 +9,7 @@ from typing import Any
 from payload.core.errors import UsageError
 from payload.core.printable_text import shown
 from payload.data.rows.columns import chat_columns, is_absent, preference_columns
+from payload.data.rows.messages import NO_CONTENT_KEYS
 
 _ROLES = ("system", "user", "assistant")
 _JOIN = "\n\n"
@@ -130,8 +131,8 @@ class NamedColumns:
                 for key, inner in each.items()
                 if key not in ignored
             }
-            if "role" in kept and ignored & each.keys() - {"content"}:
-                # A message with a call alone needs no content.
+            if "role" in kept and ignored.intersection(each.keys(), NO_CONTENT_KEYS):
+                # The message may have had only a call or a thought.
                 kept.setdefault("content", "")
             found.append(kept)
         return found
