@@ -65,7 +65,7 @@ def test_test_rows_are_not_trained_and_validation_rows_validate_in_every_task(
 ) -> None:
     source = write_rows(tmp_path / "in.jsonl", rows_of(task, 60))
     words = ["prepare", "--task", task, "--input", source, "--out", tmp_path / "out"]
-    words += ["--tokenizer", make_tokenizer(tmp_path / "model")]
+    words += ["--tokenizer", make_tokenizer(tmp_path / "model"), "--dedup", "none"]
     done = run_here(*words)
     assert done.returncode == ExitCode.OK, done.stderr
     assert "left out 10 rows: split = 'test'" in done.stderr
@@ -79,7 +79,7 @@ def test_test_rows_are_not_trained_and_validation_rows_validate_in_every_task(
     meta = load_meta(tmp_path / "out")
     assert meta.train_documents + meta.val_documents == 60 and meta.split.method != "files"
 
-    refused = run_here(*words, "--force", "--val-fraction", 0.1)
+    refused = run_here(*words, "--force", "--val-fraction", 0.2)
     assert refused.returncode != ExitCode.OK
     assert "the column 'split' declares the validation data" in refused.stderr
 
