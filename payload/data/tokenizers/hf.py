@@ -54,8 +54,6 @@ class HfTokenizer(TextTokenizer):
     raw: Mapping[str, Any]
     """The parsed tokenizer.json."""
     backend: Tokenizer
-    model_type: str
-    """model_type of the config.json next to the tokenizer; empty without a model."""
 
     def encode_texts(self, texts: Sequence[bytes]) -> list[Tokens]:
         """Return the package's tokens of each text, on all cores."""
@@ -167,7 +165,6 @@ def hf_tokenizer(folder: Path, *, name: str, added: Sequence[str] = ()) -> HfTok
             f"{folder / TOKENIZER_FILE}: its post_processor puts token {outside[0]} around a text, "
             f"but the largest token is {largest}. {_FIX}"
         )
-    config = _model_config(folder)
     return HfTokenizer(
         name=name,
         sha256=identity.vocabulary_sha256,
@@ -181,8 +178,7 @@ def hf_tokenizer(folder: Path, *, name: str, added: Sequence[str] = ()) -> HfTok
         files=files,
         added=_added(new, own) if new else None,
         unknown=unknown,
-        model_vocab_size=_model_vocab_size(config, backend),
-        model_type=str(config.get("model_type") or ""),
+        model_vocab_size=_model_vocab_size(folder, backend),
         reference_name=f"tokenizers {version('tokenizers')}",
         raw=raw,
         backend=backend,
@@ -283,22 +279,18 @@ def _unknown(model: Mapping[str, Any], backend: Tokenizer) -> int | None:
     return number if number in backend.encode(_RARE_TEXT, add_special_tokens=False).ids else None
 
 
-def _model_config(folder: Path) -> Mapping[str, Any]:
-    """Return the folder's config.json; empty without the file. Raises DataError."""
+def _model_vocab_size(folder: Path, backend: Tokenizer) -> int | None:
+    """Return the vocab_size in the folder's config.json plus the number of added tokens.
+
+    Some models have added tokens above vocab_size, for images. Returns None without a config.json.
+    Raises DataError.
+    """
     path = folder / CONFIG_FILE
     content = _read(path)
     if content is None:
-        return {}
+        return None
     config = parse_json(content, where=str(path), fix=_FIX, error=DataError, huge_integers=True)
-    return config if isinstance(config, dict) else {}
-
-
-def _model_vocab_size(config: Mapping[str, Any], backend: Tokenizer) -> int | None:
-    """Return the vocab_size in a model's config plus the number of added tokens, or None.
-
-    Some models have added tokens above vocab_size, for images.
-    """
-    size = config.get("vocab_size")
+    size = config.get("vocab_size") if isinstance(config, dict) else None
     added = backend.get_vocab_size() - backend.get_vocab_size(with_added_tokens=False)
     return size + added if type(size) is int and size > 0 else None
 

@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from payload.core.errors import DataError
 from payload.core.printable_text import shown
-from payload.data.tokenizers.auto_tokenizer import auto_tokenizer_note
 from payload.data.tokenizers.base import TextTokenizer, Tokens
 
 MAX_BYTES_PER_TOKEN = 20.0
@@ -59,8 +58,6 @@ class TokenizerCheck:
         self._sampled_bytes = self._characters = self._lost = 0
         self._example = ""
         self._check_vocabulary()
-        if (note := auto_tokenizer_note(tokenizer)) is not None:
-            log(f"note: {note}")
 
     def state(self) -> dict[str, Any]:
         """Return JSON for `restore`: the counts so far."""
