@@ -114,7 +114,7 @@ def test_a_part_of_an_answer_that_the_template_leaves_out_is_named(
     assert shown(plain, turn("a", content)) == [content + END]
 
 
-@pytest.mark.parametrize("cut", ["[:9]", "[9:]", ".split('\n')[0]", ".split('\n')[-1]"])
+@pytest.mark.parametrize("cut", ["[:9]", ".split('\n')[0]", ".split('\n')[-1]"])
 @pytest.mark.parametrize("role", ["user", "assistant"])
 def test_a_template_that_cuts_a_content_is_refused(cut: str, role: str, tmp_path: Path) -> None:
     messages = turn("one two three\nred blue add", "list file open\nwhat is one two")

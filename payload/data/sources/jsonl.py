@@ -85,7 +85,7 @@ def _parse_text(line: bytes, column: str, where: str) -> bytes | None:
     """Return the text of one line, or None for a bad line.
 
     Raises DataError for a line that declares its split, because this source is only for files
-    whose first line has no such key.
+    whose first line lacks this key.
     """
     if len(line) > LINE_BYTES:
         return None
@@ -97,8 +97,8 @@ def _parse_text(line: bytes, column: str, where: str) -> bytes | None:
     found = split_of_row(row)
     if found is not None and found[1] != "train":
         raise DataError(
-            f"{where}: {found[0]} = {shown(row[found[0]])}, but the first row of the source has no "
-            f"such key. Add the key to the first row, or ignore it with --ignore-key {found[0]}."
+            f"{where}: {found[0]} = {shown(row[found[0]])}, but the first row of the source lacks "
+            f"this key. Add the key to the first row, or ignore it with --ignore-key {found[0]}."
         )
     if not isinstance(text, str):
         return None

@@ -110,7 +110,7 @@ def split_of(path: Path, root: Path) -> FileSplitName | None:
     found = split_in(path.name)
     within = path.parent.absolute().relative_to(root).parts
     for folder in (path.parent.name, *reversed(within)):
-        # The whole name counts, because names such as test_project often have such a word.
+        # The whole name counts, because names such as test_project often contain one.
         found = found or SPLIT_WORDS.get("".join(_words(folder)))
     return found
 

@@ -12,7 +12,7 @@ from payload.formats.hf_folder import CONFIG_FILE, GENERATION_FILE
 
 
 def stop_lines(template: ChatTemplate, variables: Mapping[str, Any]) -> list[str]:
-    """Return a note if the model's own files stop generation at none of the trained tokens.
+    """Return a note if the model's own files do not stop generation at a trained token.
 
     Returns no note for a folder with a tokenizer alone, and for a template without a stop token.
     """

@@ -100,8 +100,8 @@ def without_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pieces_of(content: str) -> Iterator[tuple[str, int, int]]:
-    """Yield each line, and each text before or after a mark of thoughts, with its first index and
-    its end. The texts have no white space around them."""
+    """Yield each line, and each text before or after a mark of thoughts, with the indices of
+    its first character and behind its last one. The texts have no white space around them."""
     start = 0
     for border in (*_BORDER.finditer(content), None):
         end = len(content) if border is None else border.start()
