@@ -89,7 +89,7 @@ class FileSplit:
     ) -> FileSplit:
         """Return the split of `documents` documents whose validation files begin at `first_val`.
 
-        Without such files, pass None as `first_val`. Raises DataError if one of the two parts is empty.
+        Without such files, pass None as `first_val`. Raises DataError if one of the parts is empty.
         """
         first_val = documents if first_val is None else first_val
         num_marked = 0 if marked is None else int((marked < first_val).sum())
