@@ -19,6 +19,7 @@ pytestmark = pytest.mark.processes  # a process renders the template
 def test_empty_answers_are_counted(
     flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    rows: list[dict[str, Any]]
     rows = [{"messages": turn("a", each)} for each in ("b", "", " \n", "c")]
     rows += [{"messages": [*turn("a", "b"), *turn("c", "<think>one</think>")]}]
     rows += [{"messages": [{**each, "weight": 0} if not each["content"] else each

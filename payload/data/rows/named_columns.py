@@ -8,8 +8,12 @@ from typing import Any
 
 from payload.core.errors import UsageError
 from payload.core.printable_text import shown
-from payload.data.rows.columns import chat_columns, is_absent, preference_columns
-from payload.data.rows.messages import NO_CONTENT_KEYS
+from payload.data.rows.columns import (
+    NO_CONTENT_KEYS,
+    chat_columns,
+    is_absent,
+    preference_columns,
+)
 
 _ROLES = ("system", "user", "assistant")
 _JOIN = "\n\n"

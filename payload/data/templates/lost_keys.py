@@ -87,7 +87,7 @@ def require_rendered(
             thought is not None
             and thought_key not in ignored
             and thought.strip() not in own
-            and is_lost(without_thoughts(message), index)
+            and is_lost(_with_other_thought(message, thought), index)
         ):
             raise complain(
                 index,
@@ -127,6 +127,19 @@ def require_rendered(
             f"{where}: the template leaves out the tools, so training would lose them. "
             f"{TOOLS_FIX} Or ignore the tools with --ignore-key tools."
         )
+
+
+def _with_other_thought(message: Message, thought: str) -> Message:
+    """Return the message with another text for its thought; the white space around it stays."""
+    texts = {key: message.get(key) for key in (*THOUGHT_KEYS, "content")}
+    return {
+        **message,
+        **{
+            key: text.replace(thought.strip(), _OTHER_CONTENT, 1)
+            for key, text in texts.items()
+            if isinstance(text, str)
+        },
+    }
 
 
 def _changed_pieces(content: object, text: str) -> Iterator[tuple[str, str]]:

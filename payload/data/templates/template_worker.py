@@ -22,13 +22,16 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
     from jinja2.compiler import CodeGenerator
     from jinja2.ext import Extension
     from jinja2.nodes import Node
+    from jinja2.nodes import Template as Ast
+
+    _Generator = TypeVar("_Generator", bound=CodeGenerator)
 
 _MAX_CHARS = 64 * 2**20
 # Allowance for the template's system prompt and for delimiters around every message.
@@ -106,7 +109,6 @@ class Program:
         Returns whether the template has `{% generation %}` blocks, the token names that it uses,
         and whether the text of a message never depends on later messages.
         """
-        from jinja2.meta import find_undeclared_variables
         from jinja2.nodes import CallBlock, ExtensionAttribute
 
         environment = _environment(lambda: self._marks, lambda form: self._now.strftime(form))
@@ -117,8 +119,7 @@ class Program:
         self._is_marked = any(
             block.find(ExtensionAttribute) for block in parsed.find_all(CallBlock)
         )
-        names = find_undeclared_variables(parsed)
-        named = sorted(name for name in names if name.endswith("_token"))
+        named = sorted(name for name in _undeclared(environment, parsed) if name.endswith("_token"))
         return {
             "is_marked": self._is_marked,
             "named_tokens": named,
@@ -211,6 +212,7 @@ class Program:
 def _environment(
     marks: Callable[[], tuple[str, str]], strftime: Callable[[str], str]
 ) -> Environment:
+    from jinja2.compiler import CodeGenerator
     from jinja2.exceptions import SecurityError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -241,7 +243,7 @@ def _environment(
         extensions=[loopcontrols, _generation_extension(marks)],
         optimized=False,
     )
-    environment.code_generator_class = _code_generator()
+    environment.code_generator_class = _late(CodeGenerator)
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise,
@@ -252,19 +254,28 @@ def _environment(
     return environment
 
 
-def _code_generator() -> type[CodeGenerator]:
+def _undeclared(environment: Environment, parsed: Ast) -> set[str]:
+    """Return the variables that the template reads from outside."""
+    from jinja2.meta import TrackingCodeGenerator
+
+    # As jinja2.meta.find_undeclared_variables, but without values at compile time.
+    generator = _late(TrackingCodeGenerator)(environment)
+    generator.visit(parsed)
+    return generator.undeclared_identifiers
+
+
+def _late(generator: type[_Generator]) -> type[_Generator]:
+    """Return a code generator that computes no value at compile time: the text of
+    'x' * 200000000 would be written into the program."""
     from jinja2 import nodes
-    from jinja2.compiler import CodeGenerator, Frame
+    from jinja2.compiler import Frame
 
-    class LateCodeGenerator(CodeGenerator):
-        """Computes no value at compile time: 'x' * 200000000 would be written into the program."""
+    def to_const(self: CodeGenerator, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+        if not isinstance(node, (nodes.TemplateData, nodes.Const)):
+            raise nodes.Impossible
+        return generator._output_child_to_const(self, node, frame, finalize)
 
-        def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
-            if not isinstance(node, (nodes.TemplateData, nodes.Const)):
-                raise nodes.Impossible
-            return super()._output_child_to_const(node, frame, finalize)
-
-    return LateCodeGenerator
+    return type("LateCodeGenerator", (generator,), {"_output_child_to_const": to_const})
 
 
 class _Dict:
