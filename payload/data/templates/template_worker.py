@@ -193,7 +193,7 @@ class Program:
         most, size = min(_MAX_CHARS, _TEMPLATE_CHARS + _CHARS_PER_CHAR * given), 0
         pieces = []
         # Counted piece by piece, so that an endless output ends at the limit.
-        for piece in self._template.generate(values):
+        for piece in self._template.stream(values):
             pieces.append(piece)
             size += len(piece)
             if size > most:
