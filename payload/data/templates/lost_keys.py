@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -59,9 +58,12 @@ def require_rendered(
     """
     shown = list(messages[: number + 1])
 
-    @cache
+    whole_text = list[str | None]()
+
     def unchanged() -> str | None:
-        return render(shown, tools)
+        if not whole_text:
+            whole_text.append(render(shown, tools))
+        return whole_text[0]
 
     def is_lost(changed: Message, index: int) -> bool:
         return unchanged() == render([*shown[:index], changed, *shown[index + 1 :]], tools)

@@ -22,6 +22,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ _MAX_CHARS = 64 * 2**20
 # Allowance for the template's system prompt and for delimiters around every message.
 _TEMPLATE_CHARS = 2**20
 _CHARS_PER_CHAR = 32
+_PIECES = 64
+"""The number of pieces of a text after which its length is checked."""
 _BUFFER_BYTES = 2**18
 _THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 _LOOP_ATTRIBUTES = {"index", "index0", "first", "previtem", "depth", "depth0", "changed", "cycle"}
@@ -191,11 +194,12 @@ class Program:
 
     def _text(self, values: Mapping[str, Any], given: int) -> str:
         most, size = min(_MAX_CHARS, _TEMPLATE_CHARS + _CHARS_PER_CHAR * given), 0
-        pieces = []
-        # Counted piece by piece, so that an endless output ends at the limit.
-        for piece in self._template.stream(values):
-            pieces.append(piece)
-            size += len(piece)
+        pieces = list[str]()
+        output = self._template.root_render_func(self._template.new_context(dict(values)))
+        # Counted in the loop, so that an endless output ends at the limit.
+        while some := list(islice(output, _PIECES)):
+            pieces += some
+            size += sum(map(len, some))
             if size > most:
                 raise TemplateFailureError(
                     f"its output is too long: over {most:,} characters from {given:,} characters "
