@@ -25,6 +25,7 @@ from payload.data.rows.preferences import COLUMNS as PREFERENCE_COLUMNS
 from payload.data.rows.rows import Row, Rows
 from payload.data.sources.input_weights import split_weights
 from payload.data.sources.recognise import file_kinds, has_rows
+from payload.data.sources.row_split import split_of_row
 from payload.data.sources.source_flags import SourceKind, SourceRequest, resolve_source
 
 _SAMPLE = 2000
@@ -190,6 +191,8 @@ def _column_lines(rows: Sequence[Row], task: TaskKind, read: tuple[str, ...]) ->
         names: Sequence[str] = read
         if task in ("chat", "preference"):
             names = columns_of(row.values) if task == "chat" else PREFERENCE_COLUMNS
+        if (split := split_of_row(row.values)) is not None:
+            names = [*names, split[0]]
         unread.update(unread_columns(row.values, names))
         used |= dict.fromkeys(name for name in row.values if name in names)
     lines = [f"columns read: {', '.join(map(shown, used)) or 'none'}"]

@@ -23,6 +23,7 @@ from payload.data.show import Sample, parts_of
 from payload.data.tasks.arguments import sample_options
 from payload.data.tasks.trained_tokens import in_spans
 from payload.data.templates.default_system import default_system_lines
+from payload.data.templates.empty_answers import empty_answers
 from payload.data.templates.turns import RenderedSample, render_samples
 
 
@@ -42,11 +43,17 @@ class RenderedRows:
         self._options = sample_options(args)
 
     def fault_lines(self) -> list[str]:
-        """Return lines about faulty tool calls in the rows."""
+        """Return lines about faults in the tool calls of the rows, and about empty answers."""
         found = []
         for row in self._found.rows:
             with suppress(UntrainedRowError, BadConversationError):
-                each = [tool_faults(c.messages, c.tools) for c in self._conversations(row)]
+                each = [
+                    *(tool_faults(c.messages, c.tools) for c in self._conversations(row)),
+                    *(
+                        empty_answers(c.messages, c.trained, self._options)
+                        for c in self._conversations(row)
+                    ),
+                ]
                 found += [(fault, row.where) for fault in dict.fromkeys(chain(*each))]
         return fault_lines(found)
 

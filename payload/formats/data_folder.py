@@ -96,7 +96,8 @@ class SplitRecord:
     method: Literal["permutation", "hash", "stratified", "files"]
     """`permutation`: the documents that train_test_split of the library `datasets` selects. `hash`:
     by a keyed hash of the document's number, if the total was not known in advance. `stratified`:
-    the same fraction of each label's texts. `files`: the documents of the validation files."""
+    the same fraction of each label's texts. `files`: the documents of the validation files, and the
+    rows that a column `split` declares for validation."""
     val_fraction: float = checked(low=0, high=1)
     seed: int
 

@@ -144,12 +144,37 @@ def test_a_block_that_is_only_quoted_marks_nothing(tmp_path: Path) -> None:
 def test_a_short_conversation_cannot_become_a_long_text(tmp_path: Path) -> None:
     made = template(tmp_path, "{{ ' ' * (60 * 2 ** 20) }}" + PLAIN)
     with pytest.raises(
-        DataError, match=r"output is too long: 62,914,\d\d\d characters from 30 characters of mess"
+        DataError, match=r"is too long: over 1,049,\d\d\d characters from 30 characters of mess"
     ):
         render_samples(made, CONVERSATION)
     long = [{"role": "user", "content": "x" * 2**20}]
     eight = template(tmp_path, "{{ messages[0].content * 8 }}")
     assert len(eight.render(long, add_generation_prompt=False)) == 2**23
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'x' * 200000000 }}",
+        "{{ 'x' | center(200000000) }}",
+        "{% for i in range(90000) %}{% for j in range(90000) %}{{ i }}abc{% endfor %}{% endfor %}",
+    ],
+)
+def test_an_output_that_is_too_long_ends_at_the_limit_and_is_not_computed_before(
+    source: str, tmp_path: Path
+) -> None:
+    # As part of the compiled program, the text would be in the memory of the process several times.
+    made = template(tmp_path, source + PLAIN)
+    with pytest.raises(DataError, match=r"chat_template\.jinja: its output is too long: over 1,"):
+        render_samples(made, CONVERSATION)
+
+
+def test_a_long_constant_is_not_in_the_compiled_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_process, "MEMORY_BYTES", 300 * 2**20)
+    made = template(tmp_path, "{% if false %}{{ 'x' * 100000000 }}{% endif %}" + PLAIN)
+    assert trained(made) == ["<|assistant|> four <|user|>"]
 
 
 @pytest.mark.slow

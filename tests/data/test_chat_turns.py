@@ -274,8 +274,9 @@ def test_a_special_token_in_the_name_of_a_parameter_is_encoded_as_text(tmp_path:
 
 
 def test_a_special_token_that_cannot_be_marked_is_reported(tmp_path: Path) -> None:
-    cut = PLAIN_TEMPLATE.replace("message['content']", "message['content'][:25]")
-    folder = make_tokenizer(tmp_path / "model", template=cut)
+    content = "message['content']"
+    counts = PLAIN_TEMPLATE.replace(content, f"{content} + ({content} | length | string)")
+    folder = make_tokenizer(tmp_path / "model", template=counts)
     rows = [{"messages": pair(f"a question {END} and more", "b")}] * 20
     out = prepare(folder, write_rows(tmp_path / "in.jsonl", rows), tmp_path / "out")
     chat = load_meta(out).chat

@@ -314,7 +314,7 @@ NO_MARKS = (
 @pytest.mark.parametrize(
     ("task", "template", "complaint"),
     [
-        (CHAT, REWRITING, "message 1 of 4: the template leaves out the key 'content'"),
+        (CHAT, REWRITING, "message 1 of 4: the template leaves out the text"),
         (CHAT, EMPTY_ANSWERS, "message 2 of 4: the message is in no {% generation %} block"),
         (CHAT, OTHERS_MARKED, "message 2 of 4: no stop token follows"),
         (PREFERENCE, NO_MARKS, "no stop token follows the assistant's turns"),

@@ -282,6 +282,15 @@ def splits(folder: Path, names: Mapping[str, int]) -> Path:
          ["train/0", "dev/a/0"], 3),
         ({"test/a/0.jsonl": 3, "test/b/0.jsonl": 2}, ["test/a/0", "test/b/0"], None),
         ({"a.jsonl": 3, "b.jsonl": 2}, ["a", "b"], None),
+        ({"myTest.jsonl": 1, "holdout.jsonl": 1, "heldout2.jsonl": 1, "held-out.jsonl": 1,
+          "hold_out.jsonl": 1, "a(test).jsonl": 1, "2024test.jsonl": 1, "XTestData.jsonl": 1,
+          "devtest.jsonl": 1, "train.jsonl": 3}, ["train"], None),
+        ({"train/0.jsonl": 3, "held-out/0.jsonl": 2}, ["train/0"], None),
+        ({"contest.jsonl": 1, "latest.jsonl": 1, "attestation.jsonl": 1, "greatestHits.jsonl": 1,
+          "Testimony.jsonl": 1, "trainee.jsonl": 1, "devices.jsonl": 1},
+         ["Testimony", "attestation", "contest", "devices", "greatestHits", "latest", "trainee"],
+         None),
+        ({"myVal.jsonl": 2, "myTrain.jsonl": 3}, ["myTrain", "myVal"], 3),
     ],
 )  # fmt: skip
 def test_the_names_of_files_declare_splits(

@@ -206,3 +206,43 @@ def test_absent_shards_are_named(source: str, tmp_path: Path) -> None:
     note = f"files are missing: {tmp_path}/in/train-*-of-00003.jsonl: 2 of 3 files"
     assert json.loads(done.stdout)["note"] == note
     assert missing_shards([f"a-{n}-of-2.jsonl" for n in range(2)] + ["b.jsonl"]) is None
+
+
+LIST = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+ANSWER = [{"role": "assistant", "content": "c"}]
+
+
+@pytest.mark.parametrize("names", [("prompt", "completion"), ("question", "answer")])
+def test_json_text_of_messages_is_read_as_messages(names: tuple[str, str]) -> None:
+    question, answer = names
+    row = {question: json.dumps(LIST), answer: json.dumps(ANSWER)}
+    assert list(conversation_of(row).messages) == [*LIST, *ANSWER]
+    sharegpt = [{"from": "human", "value": "b"}]
+    assert conversation_of({**row, question: json.dumps(sharegpt)}).messages[0] == LIST[1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "[1, 2]", '["a"]', '[{"role": "user"}]', '[{"role": "user", "content": "a"}, 3]', "{}",
+     '{"role": "user", "content": "a"}', "[not JSON", '[{"name": "a", "content": "b"}]'],
+)  # fmt: skip
+def test_other_json_text_stays_text(text: str) -> None:
+    messages = conversation_of({"prompt": "a", "completion": text}).messages
+    assert messages[1] == {"role": "assistant", "content": text}
+    pair = preference_of({"prompt": "a", "chosen": text, "rejected": "b"})
+    assert pair.chosen == [{"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize("has_prompt", [True, False])
+def test_json_text_of_pairs_is_read_as_messages(has_prompt: bool) -> None:
+    other = [{"role": "assistant", "content": "d"}]
+    row: dict[str, Any] = {"chosen": ANSWER, "rejected": other}
+    if has_prompt:
+        row["prompt"] = LIST
+    else:
+        row = {key: [*LIST, *each] for key, each in row.items()}
+    pair = preference_of({key: json.dumps(each) for key, each in row.items()})
+    assert (pair.prompt, pair.chosen, pair.rejected) == (LIST, ANSWER, other)
+    answers = {"preferred_output": ANSWER, "non_preferred_output": other}
+    openai = {"input": {"messages": LIST}, **answers}
+    assert preference_of({key: json.dumps(each) for key, each in openai.items()}) == pair

@@ -28,6 +28,10 @@ LABEL = "label"
 """Column of data for KTO training: false marks a bad answer."""
 TRAIN_KEYS = ("weight", "train")
 """Keys whose value 0 or false excludes a row or a message from training."""
+CALLS = "tool_calls"
+THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
+NO_CONTENT_KEYS = (CALLS, "function_call", *THOUGHT_KEYS)
+"""Keys that allow a message without content."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from payload.data.rows.messages import (
     ASSISTANT,
     MessageList,
     clean,
+    messages_in,
     number_of,
     parsed,
     read_messages,
@@ -180,7 +181,7 @@ def with_system(row: Mapping[str, Any], found: MessageList) -> MessageList:
 
 def _context(row: Mapping[str, Any], form: RowFormat) -> str | None:
     names = tuple(each for each in CONTEXT if each != form.question)
-    return present(row, names) if isinstance(row[form.question], str) else None
+    return present(row, names) if isinstance(messages_in(row[form.question]), str) else None
 
 
 def _question_and_answer(row: Mapping[str, Any], form: RowFormat, answer: str) -> MessageList:
@@ -224,7 +225,7 @@ def messages_of(row: Mapping[str, Any], column: str, role: str) -> MessageList:
 
     Raises BadConversationError.
     """
-    given = row[column]
+    given = messages_in(row[column])
     if isinstance(given, (list, tuple)) and given and all(isinstance(each, str) for each in given):
         if len(given) > 1:
             raise BadConversationError(

@@ -11,7 +11,16 @@ from typing import Any
 
 from payload.core.printable_text import shown
 from payload.core.validation.suggestion import nearest
-from payload.data.rows.columns import METADATA, TOOLS, TRAIN_KEYS, is_absent, is_deep
+from payload.data.rows.columns import (
+    CALLS,
+    METADATA,
+    NO_CONTENT_KEYS,
+    THOUGHT_KEYS,
+    TOOLS,
+    TRAIN_KEYS,
+    is_absent,
+    is_deep,
+)
 from payload.data.sources.jsonl import object_of_pairs
 
 ASSISTANT = "assistant"
@@ -43,12 +52,8 @@ ROLES: Mapping[str, str] = {
 _SPOKEN = ("system", "developer", "user", ASSISTANT)
 _FORMS = (("role", "content"), ("from", "value"))
 """Keys of the role and the text, in OpenAI's and in ShareGPT's messages."""
-_CALLS = "tool_calls"
-_THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 _ARGUMENTS = ("arguments", "parameters", "input", "args")
-"""Keys of a call's arguments: those of OpenAI, Llama, Anthropic and LangChain."""
-_NO_CONTENT_KEYS = (_CALLS, "function_call", *_THOUGHT_KEYS)
-"""Keys that allow a message without content."""
+"""Keys of a call's arguments: OpenAI's, Llama's, Anthropic's and LangChain's."""
 _RENDERED_METADATA = ("name", "tool_call_id")
 """Keys that look like metadata although templates render them."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -127,7 +132,7 @@ def read_messages(given: object, column: str) -> MessageList:
                 del message["recipient"]
                 name = recipient.removeprefix(_FUNCTIONS)
                 call = {"name": name, "arguments": message["content"]}
-                message |= {"content": "", _CALLS: [_tool_call(call, where)]}
+                message |= {"content": "", CALLS: [_tool_call(call, where)]}
         if thoughts:
             if message["role"] != ASSISTANT:
                 raise BadConversationError(
@@ -135,7 +140,7 @@ def read_messages(given: object, column: str) -> MessageList:
                     f"role {message['role']!r}. After the 'analysis' message, put the assistant's "
                     "answer or tool call."
                 )
-            if any(key in message for key in _THOUGHT_KEYS):
+            if any(key in message for key in THOUGHT_KEYS):
                 raise BadConversationError(
                     f"{where}: the message has a thought, and follows a message with channel "
                     "'analysis'. Keep one of the two."
@@ -214,7 +219,7 @@ def _message(given: object, where: str, tools: list[dict[str, Any]]) -> tuple[di
 
 def _convert_thoughts(message: dict[str, Any], where: str) -> None:
     """Convert the message's thought to a text. Raises BadConversationError for two thoughts."""
-    keys = [key for key in _THOUGHT_KEYS if key in message]
+    keys = [key for key in THOUGHT_KEYS if key in message]
     for key in keys:
         message[key] = _content(message[key], f"{where} {key}", is_object_text=False)
     if len({message[key].strip() for key in keys}) > 1:
@@ -230,7 +235,7 @@ def _form(given: object, where: str) -> tuple[str, str]:
     """Return the names of the keys with role and content. Raises BadConversationError."""
     if isinstance(given, (dict, Mapping)):
         for role, content in _FORMS:
-            has_content = content in given or any(given.get(key) for key in _NO_CONTENT_KEYS)
+            has_content = content in given or any(given.get(key) for key in NO_CONTENT_KEYS)
             if role in given and has_content:
                 return role, content
     raise BadConversationError(f"{where} is {shown(given)}. {_missing_keys(given)}")
@@ -332,19 +337,19 @@ def _convert_calls(message: dict[str, Any], where: str) -> None:
     if message["role"] == "function_call":
         message["role"] = ASSISTANT
         value = parsed(message["content"])
-        message |= {"content": "", _CALLS: value if isinstance(value, list) else [value]}
+        message |= {"content": "", CALLS: value if isinstance(value, list) else [value]}
     call = message.get("function_call")
-    if call is not None and isinstance(call, Mapping) and _CALLS not in message:
-        message[_CALLS] = [message.pop("function_call")]
-    if _CALLS not in message:
+    if call is not None and isinstance(call, Mapping) and CALLS not in message:
+        message[CALLS] = [message.pop("function_call")]
+    if CALLS not in message:
         return
-    calls = parsed(message[_CALLS])
+    calls = parsed(message[CALLS])
     if not isinstance(calls, list):
         raise BadConversationError(
-            f"{where} {_CALLS} is {shown(calls)}, not a list of function calls."
+            f"{where} {CALLS} is {shown(calls)}, not a list of function calls."
         )
-    message[_CALLS] = [
-        _tool_call(call, f"{where} {_CALLS}[{number}]") for number, call in enumerate(calls)
+    message[CALLS] = [
+        _tool_call(call, f"{where} {CALLS}[{number}]") for number, call in enumerate(calls)
     ]
 
 
@@ -394,6 +399,18 @@ def parsed(value: object) -> object:
             found = json.loads(value, object_pairs_hook=object_of_pairs)
             return value if is_deep(found) else found
     return value
+
+
+def messages_in(value: object) -> object:
+    """Return the list in a JSON text of messages; another value is returned unchanged."""
+    found = parsed(value) if isinstance(value, str) else value
+    if found is value or not isinstance(found, list) or not found:
+        return value
+    is_list = all(
+        isinstance(each, dict) and any(role in each and text in each for role, text in _FORMS)
+        for each in found
+    )
+    return found if is_list else value
 
 
 def tool_list(value: object, where: str) -> list[dict[str, Any]]:

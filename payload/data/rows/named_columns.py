@@ -8,7 +8,12 @@ from typing import Any
 
 from payload.core.errors import UsageError
 from payload.core.printable_text import shown
-from payload.data.rows.columns import chat_columns, is_absent, preference_columns
+from payload.data.rows.columns import (
+    NO_CONTENT_KEYS,
+    chat_columns,
+    is_absent,
+    preference_columns,
+)
 
 _ROLES = ("system", "user", "assistant")
 _JOIN = "\n\n"
@@ -40,6 +45,10 @@ def _column_of(row: Mapping[str, Any], name: str) -> str | None:
         return name
     found = [column for column in row if column.casefold() == name.casefold()]
     return found[0] if len(found) == 1 else None
+
+
+def _is_message(value: Mapping[str, Any]) -> bool:
+    return "role" in value or "from" in value
 
 
 class NamedColumns:
@@ -113,19 +122,24 @@ class NamedColumns:
         """
         if not isinstance(value, list):
             return value
+        found: list[Any] = []
         for each in value:
-            if isinstance(each, Mapping):
-                removed |= self._ignored & each.keys()
-        return [
-            {
+            if not isinstance(each, Mapping):
+                found.append(each)
+                continue
+            # The name of a function belongs to a call, and to the list of functions.
+            ignored = self._ignored if _is_message(each) else self._ignored - {"name"}
+            removed |= ignored & each.keys()
+            kept = {
                 key: self._without(inner, removed)
                 for key, inner in each.items()
-                if key not in self._ignored
+                if key not in ignored
             }
-            if isinstance(each, Mapping)
-            else each
-            for each in value
-        ]
+            if "role" in kept and ignored.intersection(each.keys(), NO_CONTENT_KEYS):
+                # The message may have had only a call or a thought.
+                kept.setdefault("content", "")
+            found.append(kept)
+        return found
 
     def require_found(self) -> None:
         """Raise UsageError for a renamed column that no row has."""

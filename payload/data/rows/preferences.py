@@ -24,7 +24,12 @@ from payload.data.rows.conversations import (
     variables_of,
     with_system,
 )
-from payload.data.rows.messages import BadConversationError, MessageList
+from payload.data.rows.messages import (
+    BadConversationError,
+    MessageList,
+    messages_in,
+    parsed,
+)
 
 FORMATS = (
     "prompt, chosen, rejected; chosen, rejected (two conversations that begin with the same "
@@ -73,7 +78,7 @@ def preference_of(row: Mapping[str, Any]) -> Preference:
             for each, name in zip((chosen, rejected), ANSWERS, strict=True)
         )
     else:
-        texts = [name for name in ANSWERS if isinstance(row[name], str)]
+        texts = [name for name in ANSWERS if isinstance(messages_in(row[name]), str)]
         if texts:
             raise BadConversationError(
                 f"no prompt for the plain text in {' and '.join(texts)}. Add a column 'prompt', or "
@@ -94,13 +99,13 @@ def preference_of(row: Mapping[str, Any]) -> Preference:
 
 
 def _from_openai(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the row with Tileforge's column names, if it has OpenAI's preference format."""
-    given = row.get(OPENAI_PROMPT)
+    """Return a row with our column names, converted if it has OpenAI's preference format."""
+    given = parsed(row.get(OPENAI_PROMPT))
     if not isinstance(given, Mapping) or not all(name in row for name in OPENAI_ANSWERS):
         return row
     answers = {name: row[other] for name, other in zip(ANSWERS, OPENAI_ANSWERS, strict=True)}
     rest = {key: value for key, value in given.items() if key != "messages"}
-    return {**rest, "prompt": given.get("messages"), **answers}
+    return {**rest, "prompt": parsed(given.get("messages")), **answers}
 
 
 def _without_prompt(prompt: Messages, given: Messages, column: str) -> Messages:

@@ -17,10 +17,10 @@ from payload.core.one_line import printable_line
 from payload.core.printable_text import shown
 from payload.data.rows.columns import METADATA, is_deep, without_nulls
 from payload.data.rows.named_columns import NamedColumns
+from payload.data.rows.row_splits import RowSplits
 from payload.data.rows.tool_faults import fault_line
 from payload.data.sources.documents import Survey
 from payload.data.sources.source_flags import SourceRequest
-from payload.data.sources.split import FileSplit
 
 _BATCH_CHARS = 2**22
 _COLUMNS_SHOWN = 8
@@ -65,6 +65,8 @@ class Rows(ABC):
         self.next_number = 0
         """Index of the next row. If a row is left out, the row after it takes its index."""
         self._columns = NamedColumns(request.columns, request.ignored_keys)
+        # With --split, the user has chosen the rows.
+        self._splits = RowSplits(is_read=request.split is None)
         self._metadata: Counter[str] = Counter()
         self._unread: Counter[str] = Counter()
         self._left_out: Counter[str] = Counter()
@@ -99,10 +101,18 @@ class Rows(ABC):
         self.require_read()
 
     def stream(self) -> Iterator[Row]:
-        """Yield every row; the caller calls `require_read`. Raises DataError for a bad row."""
+        """Yield every row except test rows; the caller calls `require_read`.
+
+        Raises DataError for a bad row, and at the end if no row is for training.
+        """
         for row in self._read():
             values = self._columns.convert(row.values)
-            yield row if values is row.values else replace(row, values=values)
+            reason = self._splits.add(values, row.number)
+            if reason is not None:
+                self.leave_out(reason)
+            else:
+                yield row if values is row.values else replace(row, values=values)
+        self._splits.require_training(self._place_of_rows())
 
     def state(self) -> dict[str, Any]:
         """Return JSON for `restore`, which continues after the rows that were read so far."""
@@ -110,15 +120,16 @@ class Rows(ABC):
             "num_rows": self.num_rows,
             "next_number": self.next_number,
             "first_val": self.first_val,
-            "file_starts": self.file_starts,
+            "file_starts": list(self.file_starts),
             "num_skipped": self.num_skipped,
             "skipped": list(zip(self._skipped_at, self.skipped, strict=True)),
             "metadata": dict(self._metadata),
             "unread": dict(self._unread),
             "left_out": dict(self._left_out),
             "faults": dict(self._faults),
-            "fault_examples": self._fault_examples,
+            "fault_examples": dict(self._fault_examples),
             "columns": self._columns.state(),
+            "splits": self._splits.state(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -137,6 +148,7 @@ class Rows(ABC):
         for name in ("metadata", "unread", "left_out", "faults"):
             setattr(self, f"_{name}", Counter(state[name]))
         self._columns.restore(state["columns"])
+        self._splits.restore(state["splits"])
 
     @abstractmethod
     def _read(self) -> Iterator[Row]:
@@ -147,11 +159,11 @@ class Rows(ABC):
         return []
 
     def survey(self) -> Survey:
-        """Return the number of rows, and the split by files. Call this after the last row."""
-        split = None
-        if self.first_val is not None:
-            split = FileSplit.of(first_val=self.first_val, documents=self.next_number)
-        return Survey(documents=self.next_number, text_bytes=None, split=split)
+        """Return the number of rows, and the split of the files or of a column, if declared.
+
+        Call it after the last row.
+        """
+        return self._splits.survey(first_val=self.first_val, documents=self.next_number)
 
     def skip(self, where: str, complaint: str, *, place: int | None = None) -> None:
         """Skip the bad row at `place`, by default the newest row.
@@ -178,6 +190,7 @@ class Rows(ABC):
         """
         self._left_out[reason] += 1
         self.next_number -= 1
+        self._splits.remove(self.next_number)
 
     def note_faults(self, faults: Iterable[str], where: str) -> None:
         """Count the faults of the row at `where`. The row is still used for training."""
@@ -185,9 +198,11 @@ class Rows(ABC):
             self._faults[fault] += 1
             self._fault_examples.setdefault(fault, where)
 
-    def note_unread(self, columns: Iterable[str]) -> None:
+    def note_unread(self, columns: Iterable[str], row: Mapping[str, Any]) -> None:
         """Count columns of a row that the task does not read."""
         for name in columns:
+            if self._splits.reads(name, row[name]):
+                continue
             (self._metadata if METADATA.fullmatch(name) else self._unread)[name] += 1
 
     def require_read(self, num_rows: int | None = None) -> None:
@@ -213,6 +228,7 @@ class Rows(ABC):
         found += [f"left out {count:,} rows: {why}" for why, count in self._left_out.items()]
         for fault, count in self._faults.items():
             found.append(fault_line(fault, count, self._fault_examples[fault]))
+        found += self._splits.notes()
         found += self._columns.notes()
         if self._metadata:
             found.append(f"ignored columns: {_counted(self._metadata)}")

@@ -40,7 +40,10 @@ class TextRows:
 
     def identity(self) -> list[Any]:
         """Return JSON that changes when the rows change. Raises DataError."""
-        return open_rows(self._request).identity()
+        rows = open_rows(self._request)
+        found = rows.identity()
+        self.revision = rows.revision
+        return found
 
     def _opened(self) -> Rows:
         rows = open_rows(self._request)
@@ -54,7 +57,9 @@ class TextRows:
         found = rows.survey()
         notes = [*rows.recognised(), *rows.notes()]
         note = "; ".join(each.removeprefix("note: ") for each in notes)
-        return Survey(documents=rows.num_rows, text_bytes=size, split=found.split, note=note)
+        return Survey(
+            documents=found.documents, text_bytes=size, split=found.split, note=note or None
+        )
 
     def batches(self, cursor: Cursor) -> Iterator[Batch]:
         """Yield the rows as documents."""
@@ -79,8 +84,8 @@ class TextRows:
             if batcher.is_full:
                 yield batcher.take({"document": row.number + 1})
         for place, complaint in enumerate(rows.skipped[known:]):
-            batcher.skip(complaint, number=rows.num_rows - len(rows.skipped) + known + place)
-        yield batcher.take({"document": rows.num_rows})
+            batcher.skip(complaint, number=rows.next_number - len(rows.skipped) + known + place)
+        yield batcher.take({"document": rows.next_number})
 
 
 def _text(row: Row, column: str) -> bytes:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 from payload.core.errors import DataError
 
 if TYPE_CHECKING:
-    from payload.data.sources.split import Split
+    from payload.data.sources.split import FileSplit
 
 Cursor = dict[str, Any]
 """Position in a source: JSON that only the source itself interprets. {} is the start."""
@@ -66,8 +66,8 @@ class Survey:
     bytes_are_exact: bool = False
     note: str | None = None
     """A note for the user about how the documents were found."""
-    split: Split | None = None
-    """The split that the names of the files declare."""
+    split: FileSplit | None = None
+    """The split that the names of the files, or a column of the rows, declare."""
 
 
 class Source(Protocol):

@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from payload.core.errors import DataError
 from payload.core.printable_text import shown
 from payload.data.sources.compressed import compression_of, convert_errors, open_decompressed
 from payload.data.sources.documents import MIB, Batch, Batcher, Cursor, Survey, read_pieces
+from payload.data.sources.row_split import split_of_row
 from payload.data.sources.source_flags import SourceRequest
 from payload.data.sources.split import FileSplit
 from payload.data.sources.text_files import ColumnFiles
@@ -69,7 +71,7 @@ class JsonlSource(ColumnFiles):
 
     def _add(self, line: bytes, batcher: Batcher, *, number: int, where: str) -> None:
         """Add one document, or skip it with a message."""
-        text = _parse_text(line, self._column)
+        text = _parse_text(line, self._column, where)
         if text is None:
             batcher.skip(f"{where}: {_describe_fault(line, self._column)}", number=number)
             return
@@ -80,14 +82,25 @@ class JsonlSource(ColumnFiles):
             batcher.add(piece, number=number, is_last=is_last)
 
 
-def _parse_text(line: bytes, column: str) -> bytes | None:
-    """Return the text of one line, or None for a bad line."""
+def _parse_text(line: bytes, column: str, where: str) -> bytes | None:
+    """Return the text of one line, or None for a bad line.
+
+    Raises DataError for a line that declares its split, because this source is only for files
+    whose first line lacks this key.
+    """
     if len(line) > LINE_BYTES:
         return None
     try:
-        text = json.loads(line, object_pairs_hook=object_of_pairs)[column]
+        row = json.loads(line, object_pairs_hook=object_of_pairs)
+        text = row[column]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
+    found = split_of_row(row)
+    if found is not None and found[1] != "train":
+        raise DataError(
+            f"{where}: {found[0]} = {shown(row[found[0]])}, but the first row of the source lacks "
+            f"this key. Add the key to the first row, or ignore it with --ignore-key {found[0]}."
+        )
     if not isinstance(text, str):
         return None
     try:

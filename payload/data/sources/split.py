@@ -73,29 +73,56 @@ class HashSplit:
 
 @dataclass(frozen=True, slots=True)
 class FileSplit:
-    """Chooses all documents of the validation files, which are read last."""
+    """Chooses the documents of the validation files, which are read last, and the rows that a
+    column declares for validation."""
 
     record: SplitRecord
     first_val: int
+    marked: Numbers | None = None
+    """Numbers of the rows that the column declares for validation."""
+    column: str | None = None
 
     @classmethod
-    def of(cls, *, first_val: int, documents: int) -> FileSplit:
-        """Return a split with the documents from `first_val` on for validation.
+    def of(
+        cls,
+        *,
+        first_val: int | None,
+        documents: int,
+        marked: Numbers | None = None,
+        column: str | None = None,
+    ) -> FileSplit:
+        """Return the split of `documents` documents whose validation files begin at `first_val`.
 
-        Raises DataError if one of the two parts is empty.
+        Without such files, pass None as `first_val`. Raises DataError if one of the parts is empty.
         """
-        if not 0 < first_val < documents:
-            part = "training" if first_val <= 0 else "validation"
+        first_val = documents if first_val is None else first_val
+        num_marked = 0 if marked is None else int((marked < first_val).sum())
+        num_val = documents - first_val + num_marked
+        if not 0 < num_val < documents:
+            part = "training" if num_val else "validation"
             raise DataError(
                 f"the files whose names declare {part} data have no rows. Add rows, or pass only "
                 "the other files."
             )
-        fraction = (documents - first_val) / documents
-        return cls(SplitRecord(method="files", val_fraction=fraction, seed=0), first_val)
+        record = SplitRecord(method="files", val_fraction=num_val / documents, seed=0)
+        return cls(record, first_val, marked, column)
 
     def val_mask(self, numbers: Numbers) -> Mask:
         """Return the mask of the validation documents among `numbers`."""
-        return numbers >= self.first_val
+        found: Mask = numbers >= self.first_val
+        return found if self.marked is None else found | np.isin(numbers, self.marked)
+
+    def conflict(self, option: str) -> str:
+        """Return the message for an option that would choose other validation data."""
+        if self.column is not None:
+            return (
+                f"{option} cannot be used: the column {self.column!r} declares the validation "
+                f"data. Leave out {option}, or ignore the column with --ignore-key {self.column}."
+            )
+        return (
+            f"{option} cannot be used: the names of the files declare the validation data. Leave "
+            f"out {option}, or pass only the training files."
+        )
 
 
 def default_val_fraction(documents: int | None) -> float:

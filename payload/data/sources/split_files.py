@@ -30,10 +30,17 @@ SPLIT_WORDS: dict[str, FileSplitName] = {
     "tests": "test",
     "testing": "test",
     "testset": "test",
+    "devtest": "test",
+    "holdout": "test",
+    "heldout": "test",
 }
-"""For each word that can occur in the name of a file or folder, the split that this name
-declares."""
-_SEPARATORS = re.compile(r"[-_. ]+|(?<=[a-z])(?=[0-9])")
+"""For each word that can occur in the name of a file or of its folder, the file's split."""
+_PAIRS = ("holdout", "heldout")
+"""Words that are also written as two, such as held-out."""
+_SEPARATORS = re.compile(
+    r"[\W_]+|(?<=[^\W\d_])(?=\d)|(?<=\d)(?=[^\W\d_])|(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
+)
+"""Borders of words: punctuation, a letter beside a digit, and the capitals of camelCase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +109,26 @@ def split_of(path: Path, root: Path) -> FileSplitName | None:
     The file's own folder and the folders within `root` count. If several declare a split, the
     nearest one decides.
     """
-    words = _SEPARATORS.split(path.name.lower())
-    found = next((SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS), None)
+    found = split_in(path.name)
     within = path.parent.absolute().relative_to(root).parts
-    folders = (path.parent.name, *reversed(within))
-    return found or next(
-        (SPLIT_WORDS[each.lower()] for each in folders if each.lower() in SPLIT_WORDS), None
-    )
+    for folder in (path.parent.name, *reversed(within)):
+        # The whole name counts, because names such as test_project often contain one.
+        found = found or SPLIT_WORDS.get("".join(_words(folder)))
+    return found
+
+
+def split_in(name: str) -> FileSplitName | None:
+    """Return the split that the first such word of a name declares, or None."""
+    words = _words(name)
+    for number, word in enumerate(words):
+        pair = "".join(words[number : number + 2])
+        if word in SPLIT_WORDS or pair in _PAIRS:
+            return SPLIT_WORDS[word if word in SPLIT_WORDS else pair]
+    return None
+
+
+def _words(name: str) -> list[str]:
+    return [word.lower() for word in _SEPARATORS.split(name)]
 
 
 def _names(files: Iterable[Path]) -> str:

@@ -99,10 +99,12 @@ class ChatTask(Task):
         from payload.data.tasks.chat_job import chat_job
         from payload.data.tasks.whole_folder_writer import estimate_whole
         from payload.data.templates.default_system import default_system_lines
+        from payload.data.templates.stop_note import stop_lines
         from payload.data.writing.progress import Reporter
 
         job = chat_job(args)
-        for line in default_system_lines(job.reader.template, job.reader.options.variables):
+        template, variables = job.reader.template, job.reader.options.variables
+        for line in (*default_system_lines(template, variables), *stop_lines(template, variables)):
             Reporter(quiet=args.quiet).log(line)
         return estimate_whole(job)
 
@@ -111,6 +113,7 @@ class ChatTask(Task):
         from payload.data.tasks.chat_job import chat_job
         from payload.data.tasks.whole_folder_writer import prepare_whole
         from payload.data.templates.default_system import default_system_lines
+        from payload.data.templates.stop_note import stop_lines
         from payload.data.templates.thoughts_kind import how_thoughts
         from payload.data.writing.progress import Reporter
 
@@ -121,6 +124,8 @@ class ChatTask(Task):
         options = job.reader.options
         reporter.log(how_thoughts(template, options.variables, options.thoughts))
         for line in default_system_lines(template, options.variables):
+            reporter.log(line)
+        for line in stop_lines(template, options.variables):
             reporter.log(line)
         make = partial(job.resumable, reporter=reporter)
         return prepare_whole(job.rows, job.settings, reporter, make)

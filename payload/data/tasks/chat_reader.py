@@ -26,6 +26,7 @@ from payload.data.tasks.row_sketches import RowSketches, message_texts
 from payload.data.tasks.sample_files import Documents, SampleFiles, split_sample
 from payload.data.tasks.trained_tokens import SampleTokenizer
 from payload.data.templates.chat_template import ChatTemplate
+from payload.data.templates.empty_answers import empty_answers
 from payload.data.templates.turns import RenderedSample, RowRendering, SampleOptions
 from payload.data.writing.plan import PrepareSettings
 from payload.data.writing.resumable_token_files import ResumableTokenFiles
@@ -51,7 +52,8 @@ class _Read:
     request: str = ""
     """The first request that rendering the row sends to the template process."""
     fault: str = ""
-    tool_faults: Sequence[str] = ()
+    faults: Sequence[str] = ()
+    """Faults of a row that is trained nevertheless."""
 
 
 @dataclass(slots=True)
@@ -198,10 +200,11 @@ class ChatReader:
             except (BadConversationError, DataError) as error:
                 found.append(_Read(row=row, fault=str(error)))
             else:
-                faults = tool_faults(conversation.messages, conversation.tools)
-                found.append(
-                    _Read(row=row, rendering=rendering, request=request, tool_faults=faults)
-                )
+                faults = [
+                    *tool_faults(conversation.messages, conversation.tools),
+                    *empty_answers(conversation.messages, conversation.trained, self.options),
+                ]
+                found.append(_Read(row=row, rendering=rendering, request=request, faults=faults))
                 size += len(request)
         return found
 
@@ -247,10 +250,10 @@ class ChatReader:
         except (BadConversationError, DataError) as error:
             self.rows.skip(row.where, str(error), place=row.place)
             return []
-        self.rows.note_faults(read.tool_faults, row.where)
+        self.rows.note_faults(read.faults, row.where)
         if len(row.values) > 1:  # the only column has the messages
             columns = [*columns_of(row.values), *self.groups.columns()]
-            self.rows.note_unread(unread_columns(row.values, columns))
+            self.rows.note_unread(unread_columns(row.values, columns), row.values)
         group = self.groups.number_of(row)
         if self.sketches.is_needed:
             self.sketches.add(row.number, message_texts(conversation_of(row.values).messages))

@@ -62,13 +62,10 @@ class Groups:
         """Return the number of groups, or without --group-column the number of rows.
 
         Call it after all rows were read. Raises UsageError if --group-column is given and the
-        names of the files declare the validation data.
+        files or a column declare the validation data.
         """
         if self._column is None:
             return rows.survey()
-        if rows.first_val is not None:
-            raise UsageError(
-                "--group-column cannot be used: the names of the files declare the validation "
-                "data. Leave out --group-column, or pass only the training files."
-            )
+        if (split := rows.survey().split) is not None:
+            raise UsageError(split.conflict("--group-column"))
         return Survey(documents=len(self._numbers), text_bytes=None)

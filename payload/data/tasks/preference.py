@@ -30,10 +30,12 @@ class PreferenceTask(Task):
         from payload.data.tasks.preference_job import preference_job
         from payload.data.tasks.whole_folder_writer import estimate_whole
         from payload.data.templates.default_system import default_system_lines
+        from payload.data.templates.stop_note import stop_lines
         from payload.data.writing.progress import Reporter
 
         job = preference_job(args)
-        for line in default_system_lines(job.template, job.options.variables):
+        template, variables = job.template, job.options.variables
+        for line in (*default_system_lines(template, variables), *stop_lines(template, variables)):
             Reporter(quiet=args.quiet).log(line)
         return estimate_whole(job)
 
@@ -42,12 +44,15 @@ class PreferenceTask(Task):
         from payload.data.tasks.preference_job import preference_job
         from payload.data.tasks.whole_folder_writer import prepare_whole
         from payload.data.templates.default_system import default_system_lines
+        from payload.data.templates.stop_note import stop_lines
         from payload.data.writing.progress import Reporter
 
         job = preference_job(args)
         reporter = Reporter(quiet=args.quiet)
         reporter.log(f"template: {job.template.where}, {job.template.how_trained()}")
         for line in default_system_lines(job.template, job.options.variables):
+            reporter.log(line)
+        for line in stop_lines(job.template, job.options.variables):
             reporter.log(line)
         return prepare_whole(job.rows, job.settings, reporter, lambda _: job.make())
 

@@ -36,6 +36,7 @@ from payload.data.tasks.row_sketches import RowSketches, message_texts
 from payload.data.tasks.trained_tokens import SampleTokenizer
 from payload.data.tasks.whole_folder_writer import PreparedData
 from payload.data.templates.chat_template import ChatTemplate
+from payload.data.templates.empty_answers import empty_answers
 from payload.data.templates.turns import RenderedSample, SampleOptions, render_samples
 from payload.data.writing.plan import PrepareSettings
 from payload.formats.data_folder import (
@@ -219,9 +220,13 @@ class PreferenceJob:
         except (BadConversationError, DataError) as error:
             self.rows.skip(row.where, str(error))
             return None
-        self.rows.note_unread(unread_columns(row.values, [*COLUMNS, *self.groups.columns()]))
-        messages = [[*pair.prompt, *each] for each in (pair.chosen, pair.rejected)]
-        faults = [fault for each in messages for fault in tool_faults(each, pair.tools)]
+        unread = unread_columns(row.values, [*COLUMNS, *self.groups.columns()])
+        self.rows.note_unread(unread, row.values)
+        faults = list[str]()
+        for answer in (pair.chosen, pair.rejected):
+            faults += tool_faults([*pair.prompt, *answer], pair.tools)
+            trained = [each["role"] == "assistant" for each in answer]
+            faults += empty_answers(answer, trained, self.options)
         self.rows.note_faults(dict.fromkeys(faults), row.where)
         self.sketches.add(row.number, message_texts([*pair.prompt, *pair.chosen, *pair.rejected]))
         return _Rendered(row, self.groups.number_of(row), both)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
+from payload.core.errors import DataError
 from payload.core.tasks import TaskKind
 from payload.data.sources.source_flags import DEFAULT_TEXT_COLUMN
 from payload.data.tasks.arguments import prepare_settings, source_request
@@ -40,17 +42,14 @@ class TextTask(Task):
         return prepare(source, settings, Reporter(quiet=args.quiet))
 
 
-def _with_text_column(request: SourceRequest, *, quiet: bool) -> SourceRequest:
-    """Return the request with the text column, which the column names of the first row decide."""
-    from payload.data.rows.column_choice import (
-        TEXT_COLUMNS,
-        choice_lines,
-        first_of,
-        first_row_columns,
-    )
+def _with_text_column(
+    request: SourceRequest, columns: Sequence[str], *, quiet: bool
+) -> SourceRequest:
+    """Return the request with the text column, chosen by the names of the first row's columns."""
+    from payload.data.rows.column_choice import TEXT_COLUMNS, choice_lines, first_of
     from payload.data.writing.progress import Reporter
 
-    column = first_of(TEXT_COLUMNS, first_row_columns(request))
+    column = first_of(TEXT_COLUMNS, columns)
     if column in (None, DEFAULT_TEXT_COLUMN):
         return request
     for line in choice_lines([(column, DEFAULT_TEXT_COLUMN)]):
@@ -59,12 +58,20 @@ def _with_text_column(request: SourceRequest, *, quiet: bool) -> SourceRequest:
 
 
 def _source_and_settings(args: argparse.Namespace) -> tuple[Source, PrepareSettings]:
+    from payload.data.rows.column_choice import first_row_columns
     from payload.data.tasks.text_source import build_source
 
     request = source_request(args)
+    columns: Sequence[str] = ()
+    try:
+        columns = first_row_columns(request)
+    except DataError:
+        # With --skip-bad, the source leaves out a damaged file; otherwise it reports the file.
+        if request.text_column is None:
+            raise
     if request.text_column is None:
-        request = _with_text_column(request, quiet=args.quiet)
-    source = build_source(request)
+        request = _with_text_column(request, columns, quiet=args.quiet)
+    source = build_source(request, columns)
 
     from payload.data.tokenizers import load_tokenizer
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from payload.core.errors import UsageError
 from payload.data.sources.documents import Source
+from payload.data.sources.row_split import SPLIT_COLUMNS, split_column
 from payload.data.sources.source_flags import SourceKind, SourceRequest, check_flags, resolve_source
 from payload.data.sources.text_files import inputs_of
 
@@ -37,19 +39,21 @@ def _build_by_content(request: SourceRequest) -> Source:
     return TextRows(request)
 
 
-def build_source(request: SourceRequest) -> Source:
-    """Return the source. Nothing is read yet.
+def build_source(request: SourceRequest, columns: Sequence[str] = ()) -> Source:
+    """Return the source without reading it; `columns` are the columns of its first row.
 
     Raises UsageError for flags that cannot be combined.
     """
     request = resolve_source(request)
     check_flags(request)
-    if request.columns or request.ignored_keys:
+    others = [name for name in request.ignored_keys if name.casefold() not in SPLIT_COLUMNS]
+    if request.columns or others:
         raise UsageError(
             "--columns and --ignore-key cannot be used with --task text, which reads one column. "
             "Choose the column with --text-column."
         )
-    if request.kind == "csv":
+    # Only this source reads the column that declares the rows' splits.
+    if request.kind == "csv" or request.ignored_keys or split_column(columns) is not None:
         from payload.data.rows.text_rows import TextRows
 
         return TextRows(request)

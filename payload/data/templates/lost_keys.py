@@ -9,27 +9,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from payload.core.errors import DataError
+from payload.core.printable_text import shown as shown_text
 from payload.data.rows.columns import is_absent
 from payload.data.rows.conversation import Message
 from payload.data.templates.template_files import TOOLS_FIX
 from payload.data.templates.thoughts import KEYS as THOUGHT_KEYS
-from payload.data.templates.thoughts import thought_of, without_thoughts
+from payload.data.templates.thoughts import pieces_of, thought_of, without_thoughts
 
 Probe = Callable[[Sequence[Message], Any], str | None]
 """Renders messages with the given tools. Returns None if the template rejects the messages."""
 
-_UNCHECKED_KEYS = frozenset({"role", "content", "name", "id", "tool_call_id"})
-"""Keys of a message that are part of the format, or that only name the message."""
+_UNCHECKED_KEYS = frozenset({"role", "content", "id", "tool_call_id"})
+"""Keys that the format needs or that only number a message."""
+_NAME = "name"
+"""Key with the name of a speaker, or of the function whose result a message has."""
+_TOOL_ROLES = ("tool", "function", "ipython", "observation")
 _CALLS = "tool_calls"
 _CALL_KEYS = ("id", "type", "index", "function")
 """Keys of a call that are part of the format, or that only name the call."""
 _OTHER_CONTENT = "Quxd3z"
 _OTHER_TEMPLATE = "Use another template with --chat-template."
 _LONG_ENOUGH = 4
-"""Minimum length of a text that is unlikely to occur in another text by chance."""
+"""Minimum length of a text that another text does not contain by chance."""
+_MOST_PIECES = 16
+"""Limit on the pieces of a content that are rendered with a change, each to find out if it is
+lost."""
 
 
 def require_rendered(
@@ -50,9 +58,15 @@ def require_rendered(
     """
     shown = list(messages[: number + 1])
 
+    whole_text = list[str | None]()
+
+    def unchanged() -> str | None:
+        if not whole_text:
+            whole_text.append(render(shown, tools))
+        return whole_text[0]
+
     def is_lost(changed: Message, index: int) -> bool:
-        whole = render(shown, tools)
-        return whole == render([*shown[:index], changed, *shown[index + 1 :]], tools)
+        return unchanged() == render([*shown[:index], changed, *shown[index + 1 :]], tools)
 
     def complain(index: int, key: str, fix: str) -> DataError:
         return DataError(
@@ -75,7 +89,7 @@ def require_rendered(
             thought is not None
             and thought_key not in ignored
             and thought.strip() not in own
-            and is_lost(without_thoughts(message), index)
+            and is_lost(_with_other_thought(message, thought), index)
         ):
             raise complain(
                 index,
@@ -83,16 +97,21 @@ def require_rendered(
                 "Train without thoughts with --thoughts drop, or use a template with thoughts.",
             )
         bare = without_thoughts(message) if is_turn else message
-        if (
-            "content" not in ignored
-            and not _is_in(_texts(bare.get("content")), own)
-            and is_lost({**message, "content": _OTHER_CONTENT}, index)
-        ):
-            raise complain(index, "content", _OTHER_TEMPLATE)
+        whole = bare if thought_key in ignored else message
+        for piece, changed in _changed_pieces(whole.get("content"), own):
+            if is_lost({**message, "content": changed}, index):
+                raise DataError(
+                    f"{where}: message {index + 1} of {len(messages)}: the template leaves out "
+                    f"the text {shown_text(piece)} of its content, so training would lose this "
+                    f"text. {_OTHER_TEMPLATE}"
+                )
         for key, value in bare.items():
             if key in _UNCHECKED_KEYS or key in ignored or is_absent(value):
                 continue
-            is_shown = key in THOUGHT_KEYS or _is_surely_in(_texts(value), own)
+            if key == _NAME and message["role"] in _TOOL_ROLES:
+                continue  # the result belongs to the call before
+            # The texts of a conversation often have the name of a speaker, too.
+            is_shown = key in THOUGHT_KEYS or (key != _NAME and _is_surely_in(_texts(value), own))
             rest = {name: each for name, each in message.items() if name != key}
             if not is_shown and is_lost(rest, index):
                 raise complain(index, key, TOOLS_FIX if key == _CALLS else _OTHER_TEMPLATE)
@@ -104,12 +123,39 @@ def require_rendered(
         tools
         and "tools" not in ignored
         and not _is_surely_in(_descriptions(tools), text)
-        and render(shown, tools) == render(shown, [_renamed(each) for each in tools])
+        and unchanged() == render(shown, [_renamed(each) for each in tools])
     ):
         raise DataError(
             f"{where}: the template leaves out the tools, so training would lose them. "
             f"{TOOLS_FIX} Or ignore the tools with --ignore-key tools."
         )
+
+
+def _with_other_thought(message: Message, thought: str) -> Message:
+    """Return the message with another text for its thought; the white space around it stays."""
+    texts = {key: message.get(key) for key in (*THOUGHT_KEYS, "content")}
+    return {
+        **message,
+        **{
+            key: text.replace(thought.strip(), _OTHER_CONTENT, 1)
+            for key, text in texts.items()
+            if isinstance(text, str)
+        },
+    }
+
+
+def _changed_pieces(content: object, text: str) -> Iterator[tuple[str, str]]:
+    """Yield pieces of a content that `text` may lack, and the content with each piece changed.
+
+    The pieces are lines, and the texts between marks of thoughts.
+    """
+    if not isinstance(content, str) or _is_in([content.strip()], text):
+        return
+    found = (each for each in pieces_of(content) if not _is_surely_in([each[0]], text))
+    for piece, *places in islice(found, _MOST_PIECES):
+        # The template may leave out only the end of a piece, or only its beginning.
+        for place in reversed(places):
+            yield piece, f"{content[:place]}{_OTHER_CONTENT}{content[place:]}"
 
 
 def _smaller_calls(

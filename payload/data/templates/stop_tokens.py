@@ -41,14 +41,25 @@ def known_tokens(folder: Path) -> KnownTokens:
     texts = {each.get("id"): str(each.get("content")) for each in entries}
     stops = [eos] if eos else []
     for name in (GENERATION_FILE, CONFIG_FILE):
-        for number in _eos_ids(_read(folder / name)):
-            text = texts.get(number) or _in_vocabulary(raw, number)
-            stops += [text] if text else []
+        stops += _eos_texts(_read(folder / name), raw)
     return KnownTokens(
         stops=tuple(dict.fromkeys(stops)),
         special=tuple(texts[each["id"]] for each in entries if each.get("special")),
         added=tuple(text for text in texts.values() if text.strip()),
     )
+
+
+def generation_stops(folder: Path) -> tuple[str, tuple[str, ...]] | None:
+    """Return the file that decides where transformers' `generate` stops, and the tokens.
+
+    Returns None for a folder without a model.
+    """
+    if not (folder / CONFIG_FILE).is_file():
+        return None
+    raw = _read(folder / TOKENIZER_FILE)
+    # transformers reads config.json only without the other file.
+    name = GENERATION_FILE if (folder / GENERATION_FILE).is_file() else CONFIG_FILE
+    return name, tuple(_eos_texts(_read(folder / name), raw))
 
 
 def first_of(tokens: tuple[str, ...], text: str, start: int = 0) -> tuple[int, int] | None:
@@ -78,6 +89,14 @@ def _eos_ids(config: Mapping[str, Any]) -> Iterator[int]:
     for each in (config, text if isinstance(text, Mapping) else {}):
         given = each.get("eos_token_id")
         yield from (n for n in (given if isinstance(given, list) else [given]) if type(n) is int)
+
+
+def _eos_texts(config: Mapping[str, Any], raw: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a model's stop tokens; `raw` is the tokenizer.json."""
+    entries = [each for each in raw.get("added_tokens") or () if isinstance(each, Mapping)]
+    texts = {each.get("id"): str(each.get("content")) for each in entries}
+    found = (texts.get(each) or _in_vocabulary(raw, each) for each in _eos_ids(config))
+    return [each for each in found if each]
 
 
 def _in_vocabulary(raw: Mapping[str, Any], number: int) -> str | None:

@@ -22,17 +22,24 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
+    from jinja2.compiler import CodeGenerator
     from jinja2.ext import Extension
     from jinja2.nodes import Node
+    from jinja2.nodes import Template as Ast
+
+    _Generator = TypeVar("_Generator", bound=CodeGenerator)
 
 _MAX_CHARS = 64 * 2**20
 # Allowance for the template's system prompt and for delimiters around every message.
 _TEMPLATE_CHARS = 2**20
 _CHARS_PER_CHAR = 32
+_PIECES = 64
+"""The number of pieces of a text after which its length is checked."""
 _BUFFER_BYTES = 2**18
 _THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 _LOOP_ATTRIBUTES = {"index", "index0", "first", "previtem", "depth", "depth0", "changed", "cycle"}
@@ -106,7 +113,6 @@ class Program:
         Returns three facts: whether the template has `{% generation %}` blocks, which token names
         it uses, and whether the text of a message never depends on later messages.
         """
-        from jinja2.meta import find_undeclared_variables
         from jinja2.nodes import CallBlock, ExtensionAttribute
 
         environment = _environment(lambda: self._marks, lambda form: self._now.strftime(form))
@@ -117,8 +123,7 @@ class Program:
         self._is_marked = any(
             block.find(ExtensionAttribute) for block in parsed.find_all(CallBlock)
         )
-        names = find_undeclared_variables(parsed)
-        named = sorted(name for name in names if name.endswith("_token"))
+        named = sorted(name for name in _undeclared(environment, parsed) if name.endswith("_token"))
         return {
             "is_marked": self._is_marked,
             "named_tokens": named,
@@ -190,12 +195,19 @@ class Program:
         return spans
 
     def _text(self, values: Mapping[str, Any], given: int) -> str:
-        text = self._template.render(values)
-        if len(text) > min(_MAX_CHARS, _TEMPLATE_CHARS + _CHARS_PER_CHAR * given):
-            raise TemplateFailureError(
-                f"its output is too long: {len(text):,} characters from {given:,} characters of "
-                "messages."
-            )
+        most, size = min(_MAX_CHARS, _TEMPLATE_CHARS + _CHARS_PER_CHAR * given), 0
+        pieces = list[str]()
+        output = self._template.root_render_func(self._template.new_context(dict(values)))
+        # Counted in the loop, so that an endless output ends at the limit.
+        while some := list(islice(output, _PIECES)):
+            pieces += some
+            size += sum(map(len, some))
+            if size > most:
+                raise TemplateFailureError(
+                    f"its output is too long: over {most:,} characters from {given:,} characters "
+                    "of messages."
+                )
+        text = "".join(pieces)
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -206,6 +218,7 @@ class Program:
 def _environment(
     marks: Callable[[], tuple[str, str]], strftime: Callable[[str], str]
 ) -> Environment:
+    from jinja2.compiler import CodeGenerator
     from jinja2.exceptions import SecurityError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -234,7 +247,9 @@ def _environment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[loopcontrols, _generation_extension(marks)],
+        optimized=False,
     )
+    environment.code_generator_class = _late(CodeGenerator)
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise,
@@ -243,6 +258,30 @@ def _environment(
         "namespace": PlainNamespace,
     }
     return environment
+
+
+def _undeclared(environment: Environment, parsed: Ast) -> set[str]:
+    """Return the variables that the template reads from outside."""
+    from jinja2.meta import TrackingCodeGenerator
+
+    # As jinja2.meta.find_undeclared_variables, but without values at compile time.
+    generator = _late(TrackingCodeGenerator)(environment)
+    generator.visit(parsed)
+    return generator.undeclared_identifiers
+
+
+def _late(generator: type[_Generator]) -> type[_Generator]:
+    """Return a code generator that computes no value at compile time: the text of
+    'x' * 200000000 would be written into the program."""
+    from jinja2 import nodes
+    from jinja2.compiler import Frame
+
+    def to_const(self: CodeGenerator, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+        if not isinstance(node, (nodes.TemplateData, nodes.Const)):
+            raise nodes.Impossible
+        return generator._output_child_to_const(self, node, frame, finalize)
+
+    return type("LateCodeGenerator", (generator,), {"_output_child_to_const": to_const})
 
 
 class _Dict:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -26,6 +26,8 @@ _CLOSE = (
 _TAIL = re.compile(rf"(?:(?:(?P<open>{_OPEN})|{_CLOSE})\s*)+\Z", re.IGNORECASE)
 _EMPTY = re.compile(rf"\s*(?:{_OPEN})?\s*(?:{_CLOSE})\s*", re.IGNORECASE)
 _IN_CONTENT = re.compile(rf"\s*(?P<mark>{_OPEN})", re.IGNORECASE)
+_OPENING = re.compile(_OPEN, re.IGNORECASE)
+_BORDER = re.compile(rf"{_OPEN}|{_CLOSE}|\n", re.IGNORECASE)
 _TAIL_CHARS = 128
 _FIRSTS = "<[\u25c1"
 _FIRST_OF_MARKS = re.compile("[<[\u25c1]")
@@ -97,15 +99,36 @@ def without_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
     return rest if found is None else {**rest, "content": found[1]}
 
 
+def pieces_of(content: str) -> Iterator[tuple[str, int, int]]:
+    """Yield each line, and each text before or after a mark of thoughts, with the indices of
+    its first character and behind its last one. The texts have no white space around them."""
+    start = 0
+    for border in (*_BORDER.finditer(content), None):
+        end = len(content) if border is None else border.start()
+        piece = content[start:end].strip()
+        if piece:
+            first = content.index(piece, start)
+            yield piece, first, first + len(piece)
+        start = end if border is None else border.end()
+
+
 def _split(content: object) -> tuple[str, str] | None:
-    """Return the thought and the answer of a text, or None without a block of thoughts."""
+    """Return the thought and the answer of a text, or None without a block of thoughts.
+
+    Text before the block belongs to the answer.
+    """
     if not isinstance(content, str) or _FIRST_OF_MARKS.search(content) is None:
         return None
     begin = _IN_CONTENT.match(content)
-    # Models whose prompt opens the block write only the closing mark.
-    close = _closing(begin["mark"]) if begin is not None else "</think>"
-    start = 0 if begin is None else begin.end()
+    if begin is not None:
+        before, start, close = "", begin.end(), _closing(begin["mark"])
+    else:
+        # Models whose prompt opens the block write only the closing mark.
+        before, start, close = "", 0, "</think>"
+        opening = _OPENING.search(content, 0, max(0, content.find(close)))
+        if opening is not None:
+            before, start = content[: opening.start()], opening.end()
     end = content.find(close, start)
     if end < 0:
         return None
-    return content[start:end], content[end + len(close) :].lstrip()
+    return content[start:end], before + content[end + len(close) :].lstrip()

@@ -86,10 +86,7 @@ class PrepareSettings:
         """Return the split of the documents into training and validation. Raises DataError."""
         if survey.split is not None:
             if self.val_fraction is not None:
-                raise UsageError(
-                    "--val-fraction cannot be used: the names of the files declare the validation "
-                    "data. Leave out --val-fraction, or pass only the training files."
-                )
+                raise UsageError(survey.split.conflict("--val-fraction"))
             return survey.split
         fraction = self.val_fraction
         if fraction is None:
