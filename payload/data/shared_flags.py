@@ -99,7 +99,7 @@ def add_dedup_flag(more: AddFlag) -> None:
         choices=get_args(Dedup),
         metavar="HOW",
         help="remove rows that repeat an earlier row. exact: with the same trained content; near: "
-        "also with about 80 %% of their words equal, in the same order; none: keep all rows "
+        "also rows that are about 80 %% equal, with the same order of words; none: keep all rows "
         "(default: only remove training rows that are also validation rows; text: none)",
     )
 

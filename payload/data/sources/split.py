@@ -128,7 +128,7 @@ class FileSplit:
 def default_val_fraction(documents: int | None) -> float:
     """Return the default fraction of `documents` documents for validation.
 
-    For an unknown number, `documents` must be None.
+    None means that the number of documents is unknown.
 
     Up to 1,000 documents, a tenth is for validation. From more documents, about 100 are chosen. The
     fraction is never below `NANOGPT_VAL_FRACTION`, which also applies if the number is unknown.

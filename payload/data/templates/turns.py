@@ -75,7 +75,10 @@ class RowRendering:
         return self._row.request
 
     def take(self, answer: list[dict[str, Any]] | None) -> None:
-        """Take the process's answer to `request`. If it is None, `samples` sends the request."""
+        """Take the process's answer to `request`.
+
+        Without an answer, `samples` sends the request.
+        """
         self._row.answer = answer
 
     def samples(self) -> list[RenderedSample]:
