@@ -1,6 +1,7 @@
 // Pointwise ops and norms of the Llama family, each in one pass over its data: residual sum and RMS
 // norm, rotary embeddings with norms of queries and keys, and the gated activation. Sums are fp32.
 // Results do not depend on the number of threads.
+#include "activations.h"
 #include "element.h"
 
 namespace {
@@ -129,18 +130,6 @@ struct Norms {
   }
   int64_t weight_at(int64_t head) const {
     return (is_joint ? head : head < sizes.heads ? 0 : 1) * sizes.width;
-  }
-};
-
-// The gate's activation and its derivative.
-struct Silu {
-  float value, slope;
-  explicit Silu(float x) {
-    // Below -80 the logistic function is 1e-35 or less, which is negligible.
-    const float bounded = x < -80.0f ? -80.0f : x;
-    const float logistic = 1.0f / (1.0f + exp2_fast(-bounded * kLog2E));
-    value = x * logistic;
-    slope = logistic * (1.0f + x * (1.0f - logistic));
   }
 };
 

@@ -57,6 +57,12 @@ _ELEMENT_SIGNATURES: dict[str, list[type]] = {
     ],
     "gated_forward": [*[_POINTER] * 2, _INT, *[_SIZE] * 2, _INT],
     "gated_backward": [*[_POINTER] * 3, _INT, *[_SIZE] * 2, _INT],
+    "short_convolution_forward": [*[_POINTER] * 4, *[_SIZE] * 5, _INT],
+    "short_convolution_backward": [*[_POINTER] * 7, *[_SIZE] * 5, _INT],
+    "delta_rule_forward": [*[_POINTER] * 5, *[_SIZE] * 6, _INT],
+    "delta_rule_backward": [*[_POINTER] * 8, *[_SIZE] * 6, _INT],
+    "gated_norm_forward": [*[_POINTER] * 2, _FLOAT, *[_POINTER] * 2, *[_SIZE] * 5, _INT],
+    "gated_norm_backward": [*[_POINTER] * 2, _FLOAT, *[_POINTER] * 5, *[_SIZE] * 5, _INT],
 }
 """Functions that exist for both dtypes in `ELEMENTS`, with the dtype's name as suffix."""
 
@@ -71,6 +77,8 @@ _SIGNATURES: dict[str, list[type]] = {
 _TAKES_MEMORY = {
     "attention_forward",
     "attention_backward",
+    "delta_rule_forward",
+    "delta_rule_backward",
     "weight_gradient",
     "sum_squares",
     "adamw",
@@ -425,6 +433,16 @@ def require_tensor(
         )
 
 
+def require_starts(starts: Tensor | None, batch: int, length: int) -> None:
+    """Raise ValueError if `starts` (B, T) are not the first tokens of each token's document."""
+    require_tensor("starts", starts, torch.int64, (batch, length))
+    if starts is not None and length:
+        positions = torch.arange(length)
+        fits = (starts >= 0) & (starts <= positions)
+        _require(bool(fits.all()), "a token's start is negative or after the token")
+        _require(bool((starts.diff() >= 0).all()), "starts decrease")
+
+
 def element(tensor: Tensor) -> torch.dtype:
     """Return fp32 for an fp32 tensor, otherwise bf16: the dtype that its kernel needs."""
     return torch.float32 if tensor.dtype is torch.float32 else torch.bfloat16
@@ -455,12 +473,7 @@ def _attention_sizes(
         "the query heads are not a multiple of the key heads",
     )
     require_tensor("qk", qk, qkv.dtype, (batch, length, heads + key_heads, width))
-    require_tensor("starts", starts, torch.int64, (batch, length))
-    if starts is not None and length:
-        positions = torch.arange(length)
-        fits = (starts >= 0) & (starts <= positions)
-        _require(bool(fits.all()), "a token's start is negative or after the token")
-        _require(bool((starts.diff() >= 0).all()), "starts decrease")
+    require_starts(starts, batch, length)
     return batch, length, heads, width
 
 

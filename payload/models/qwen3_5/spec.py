@@ -134,17 +134,24 @@ class Qwen35Spec(ModelSpec):
         full = sum(self.are_full)
         kept = full * self._full_bytes(size, kernels=setting.kernels)
         kept += (self.num_layers() - full) * self._linear_bytes(size, kernels=setting.kernels)
-        kept += self._backward_bytes()
+        kept += self._backward_bytes(size, kernels=setting.kernels)
         return held + tokens * kept + self._logits_bytes(setting)
 
-    def _backward_bytes(self) -> int:
+    def _backward_bytes(self, size: int, *, kernels: bool) -> int:
         """Return the bytes per token that the delta rule's backward pass needs in one layer.
 
-        They are about six square matrices for each chunk, and seven tensors of keys and of values,
-        in fp32.
+        With kernels, they are the gradients of what the layer keeps. In the worst case, all heads
+        are computed at the same time: each adds a square matrix for each chunk, the chunk's state,
+        and two tensors of values. Without kernels, they are about six square matrices for each
+        chunk, and seven tensors of keys and of values, in fp32.
+        """
         """
         linear = self.linear
-        return 4 * linear.value_heads * (6 * CHUNK + 7 * (linear.key_dim + linear.value_dim))
+        keys, values = linear.key_dim, linear.value_dim
+        if kernels:
+            head = keys * values // CHUNK + CHUNK + 2 * values
+            return self._rule_bytes(size) + size * linear.value_heads * head
+        return 4 * linear.value_heads * (6 * CHUNK + 7 * (keys + values))
 
     def _full_bytes(self, size: int, *, kernels: bool) -> int:
         """Return the bytes that a layer with full attention keeps of one token."""
@@ -154,10 +161,20 @@ class Qwen35Spec(ModelSpec):
     def _linear_bytes(self, size: int, *, kernels: bool) -> int:
         """Return the bytes that a layer with linear attention keeps of one token."""
         linear = self.linear
+        if kernels:
+            return self._common_bytes(size, kernels=True) + self._rule_bytes(size)
         heads = linear.value_heads * (CHUNK * size + 24)
         expanded = 2 * linear.value_heads * linear.key_dim + linear.values()
         rule = size * (linear.mixed() + expanded + 5 * linear.values())
-        return self._common_bytes(size, kernels=kernels) + rule + heads
+        return self._common_bytes(size, kernels=False) + rule + heads
+
+    def _rule_bytes(self, size: int) -> int:
+        """Return the bytes that the kernels of linear attention keep of one token.
+
+        They are queries, keys and values before and after the convolution, the gates, and the
+        output before and after the gate.
+        """
+        return size * (2 * self.linear.mixed() + 3 * self.linear.values())
 
     def _common_bytes(self, size: int, *, kernels: bool) -> int:
         """Return the bytes that the norms and the MLP of a layer keep of one token."""

@@ -1,6 +1,5 @@
 """Computes Qwen3.5's layers with the kernels, or lists why the kernels cannot be used.
 
-The kernels compute linears, norms, MLPs and full attention. The gated delta rule runs on torch.
 Shapes: N tokens of all sequences, B batch, T tokens of one sequence, C width, H query heads, K key
 heads, D width of a head.
 """
@@ -12,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from payload.kernels.decoder_layers import Norm, add_norm, branch_norm, gated_mlp
 from payload.kernels.linears import LayerContext
@@ -27,6 +25,7 @@ from payload.train.families.qwen3_5.layers import (
     Layer,
     LinearAttention,
 )
+from payload.train.families.qwen3_5.linear_attention import DeltaWeights, linear_attention
 from payload.train.models.kernel_support import layer_refusals, projection
 from payload.train.models.uninitialised import Embedding, Linear
 
@@ -90,14 +89,19 @@ def run_layers(
 
     def delta(normed: Tensor, module: LinearAttention) -> Tensor:
         """Return the linear attention's output (N, C)."""
-        sizes = module.sizes
         made = linears(normed, tuple(map(projection, module.inputs())), context)
-        widths = [sizes.mixed(), sizes.values(), sizes.value_heads, sizes.value_heads]
-        mixed, gate, write, time = torch.split(made.view(batch, length, -1), widths, dim=-1)
-        read = module.read(mixed, write, time, None, starts)
-        inner = _normed(read, module.norm, context).view(batch, length, -1)
-        gated = (inner * functional.silu(gate)).flatten(0, 1)
-        return linears(gated, (projection(module.out_proj),), context)
+        norm = module.norm
+        weights = DeltaWeights(
+            module.conv1d.weight, module.A_log, module.dt_bias, norm.weight, norm.eps
+        )
+        gated = linear_attention(
+            made.view(batch, length, -1),
+            weights,
+            module.sizes,
+            starts=starts,
+            library=context.library,
+        )
+        return linears(gated.flatten(0, 1), (projection(module.out_proj),), context)
 
     def attend(normed: Tensor, module: Attention) -> Tensor:
         """Return the full attention's output (N, C)."""

@@ -1,0 +1,3 @@
+// The gated delta rule in fp32.
+#define TILEFORGE_FP32
+#include "delta_rule.cpp"
