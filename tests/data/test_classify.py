@@ -368,7 +368,7 @@ def test_a_folder_made_without_bad_rows_is_named_so_where_it_is_refused(
     source = write_rows(tmp_path, "jsonl", [*ROWS, ("", "up")])
     assert prepare(source, tmp_path / "data", "--skip-bad") == 0
     assert prepare(source, tmp_path / "data") == 10
-    assert "--skip-bad). Choose another --out" in capsys.readouterr().err
+    assert "--skip-bad. Choose another --out" in capsys.readouterr().err
 
 
 def test_examples_that_are_not_meta_jsons_are_refused(tmp_path: Path) -> None:

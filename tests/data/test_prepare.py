@@ -249,7 +249,7 @@ def test_a_folder_made_by_default_is_ready_however_its_share_is_asked_for(
         assert "nothing to do" in said
         assert ("for validation, too few for a reliable loss" in said) is few
     assert main(args) == 10
-    assert "--val-fraction 0.2, --seed 2357)" in capsys.readouterr().err
+    assert "--val-fraction 0.2, --seed 2357." in capsys.readouterr().err
 
 
 def test_dry_run_shows_the_plan_and_writes_nothing(corpus: Path, tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_a_ready_folder_is_left_alone_and_another_source_is_refused(
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
 
     assert main([*args, "--seed", "1"]) == 10
-    assert "other settings (jsonl: " in capsys.readouterr().err
+    assert "other settings. Made from jsonl: " in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
 
     assert main([*args, "--seed", "1", "--force"]) == 0

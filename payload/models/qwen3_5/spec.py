@@ -145,7 +145,6 @@ class Qwen35Spec(ModelSpec):
         and two tensors of values. Without kernels, they are about six square matrices for each
         chunk, and seven tensors of keys and of values, in fp32.
         """
-        """
         linear = self.linear
         keys, values = linear.key_dim, linear.value_dim
         if kernels:
