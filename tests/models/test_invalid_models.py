@@ -401,7 +401,8 @@ CASES = {
         without_text,
         "{model}: no tensor is the token embedding of a text model; the known names are "
         "model.language_model.embed_tokens.weight, language_model.model.embed_tokens.weight, "
-        "model.embed_tokens.weight. Save the model with the class that its config.json names.",
+        "model.text_model.embed_tokens.weight, model.embed_tokens.weight. Save the model with the "
+        "class that its config.json names.",
     ),
     "encoder-decoder": Case(
         config(model_type="bart", is_encoder_decoder=True),
