@@ -117,7 +117,7 @@ def test_the_environments_project_goes_before_the_folders(site: Site, capsys: Ca
     planted(site)
     env = {"GOOGLE_CLOUD_PROJECT": "my-own"}
     assert project_of(None, "mine", env, folder=site.folder) == "my-own"
-    assert f"this folder has mine in {PROJECT}" in capsys.readouterr().err
+    assert f"cluster mine of this folder is in {PROJECT}" in capsys.readouterr().err
     assert project_of(None, "mine", {}, folder=site.folder) == PROJECT
 
 
