@@ -16,8 +16,8 @@ def parser(*, prog: str) -> CommandParser:
     made = CommandParser(
         prog=prog,
         description="Print the JSON Schema of run.toml: every setting with its meaning, unit, "
-        "default and values. If a run.toml begins with the line `#:schema "
-        "./run.schema.json`, editors that read TOML schemas complete and check the file.",
+        "default and values. If the first line of a run.toml is `#:schema ./run.schema.json`, "
+        "editors with support for TOML schemas check the file and suggest settings.",
         example="tileforge schema --out run.schema.json",
     )
     made.add_argument(

@@ -103,7 +103,7 @@ def _waiting_step_time(
     threads: int,
     speed: RankSpeed | None,
 ) -> StepTime:
-    """Return the step time of ranks that wait for their collectives, one after the other.
+    """Return the step time of ranks whose collectives run one after the other, without overlap.
 
     Tensor ranks are on the same node and send through memory.
     """

@@ -83,6 +83,6 @@ class StopText:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """Return the text that was held back, because it did not become a stop string."""
+        """Return the end of the text; it was held back because a stop string could begin there."""
         rest, self._held = self._held, ""
         return rest

@@ -434,7 +434,10 @@ def require_tensor(
 
 
 def require_starts(starts: Tensor | None, batch: int, length: int) -> None:
-    """Raise ValueError if `starts` (B, T) are not the first tokens of each token's document."""
+    """Raise ValueError for invalid document starts.
+
+    For each token, `starts` (B, T) has the position of the first token of the same document.
+    """
     require_tensor("starts", starts, torch.int64, (batch, length))
     if starts is not None and length:
         positions = torch.arange(length)

@@ -152,8 +152,9 @@ class RankHeartbeats:
     def _poll_local(self, rank: int) -> None:
         """Read the records of a rank on the head.
 
-        If this machine is not the head, the folder is shared and shows progress even without the
-        stream. An exit record is read only from the stream, because the stream corrects the clocks.
+        On another machine than the head, the run's folder is shared, so progress is visible even if
+        the head's stream is silent. Exit records come only from the stream, which corrects for the
+        difference between the machines' clocks.
         """
         progress = _read(RankProgress, self._paths, rank)
         if progress is not None:

@@ -239,7 +239,7 @@ BAD_PAIRS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"prompt": "a", "chosen": [ASK, ANSWER], "rejected": "c"},
-        "chosen begins with a message of role 'user' that the prompt does not have",
+        "chosen begins with a message of role 'user', which is not in the prompt",
     ),
     (
         {"prompt": "a", "chosen": [{"role": "robot", "content": "b"}], "rejected": "c"},

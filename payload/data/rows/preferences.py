@@ -115,8 +115,8 @@ def _without_prompt(prompt: Messages, given: Messages, column: str) -> Messages:
     if given[: len(prompt)] == prompt:
         return given[len(prompt) :]
     raise BadConversationError(
-        f"{column} begins with a message of role {given[0]['role']!r} that the prompt does not "
-        "have. Begin it with the assistant's answer, or with the whole prompt."
+        f"{column} begins with a message of role {given[0]['role']!r}, which is not in the "
+        "prompt. Begin it with the assistant's answer, or with the whole prompt."
     )
 
 

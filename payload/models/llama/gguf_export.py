@@ -162,8 +162,8 @@ def _plain_heads(config: DecoderConfig, layers: tuple[Layer, ...], *, where: str
 def _olmo3_full_layer(layers: tuple[Layer, ...], *, where: str) -> Layer:
     """Return a layer without a window.
 
-    Raises CheckpointError unless the order of the layers and the rotary embeddings of the layers
-    with a window are those that llama.cpp hard-codes.
+    llama.cpp fixes the order of the layers, and the rotary embedding of layers with a window.
+    Raises CheckpointError if the model differs from this.
     """
     expected = [(i + 1) % _OLMO3_PATTERN == 0 for i in range(len(layers))]
     if [layer.window is None for layer in layers] != expected or not any(expected):

@@ -397,7 +397,10 @@ def try_if_new(
 
 
 def with_known_trial(report: Report, nodes: Sequence[Node], config: RunConfig) -> Report:
-    """Return the report with the newest trial of these nodes, even if it is old, as in `plan`."""
+    """Return the report with the newest trial of these nodes.
+
+    The trial can be old: `plan` uses it, too.
+    """
     record = _known_trial_of(report, nodes, config)
     return report if record is None else replace(report, measured=record.measured)
 

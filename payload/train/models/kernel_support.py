@@ -105,7 +105,10 @@ def _kind(module: nn.Module) -> type[nn.Module]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks that `computed_by` does not run: any but a strategy's."""
+    """Return whether a module has hooks other than a strategy's.
+
+    `computed_by` does not run such hooks.
+    """
     placement = module.placement if isinstance(module, LayerModule) else None
     around = len(module._forward_hooks) + len(module._forward_pre_hooks)
     if placement is not None:

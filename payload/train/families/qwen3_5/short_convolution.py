@@ -74,7 +74,10 @@ def _convolved(spread: Tensor, taps: Tensor, places: Tensor) -> Tensor:
 
 
 def _channelwise(x: Tensor, taps: Tensor) -> Tensor:
-    """Return the sum of W rows of x (R, C), weighted by taps (C, W): (R - W + 1, C)."""
+    """Return the weighted sum of each window of W rows of x (R, C), as (R - W + 1, C).
+
+    `taps` (C, W) has each channel's weights.
+    """
     # With these strides, torch sees adjacent channels.
     image = x.unsqueeze(0).transpose(1, 2).unsqueeze(2)
     found = functional.conv2d(image, taps.unsqueeze(1).unsqueeze(2), groups=len(taps))
