@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from payload.train.tensors.lazy_tensors import PlannedTensors
 
+_FP32_NAMES = (".e_score_correction_bias", ".ffn.gate.bias")
+"""Ends of the names of biases that choose experts; transformers loads them in fp32, too."""
+
 
 class WeightFiles:
     """Reads tensors of a model by name, on demand."""
@@ -85,9 +88,14 @@ def _require_finite(value: Tensor, name: str, *, folder: Path) -> Tensor:
 
 
 def rounded(name: str, value: Tensor, dtype: Literal["bf16", "f16", "fp32"]) -> Tensor:
-    """Return the tensor in `dtype`. Raises CheckpointError for a number too large for f16."""
+    """Return the tensor in `dtype`. Raises CheckpointError for a number too large for f16.
+
+    Integers, and biases that choose experts, keep their dtype: rounded, they choose other experts.
+    """
     import torch
 
+    if not value.is_floating_point() or name.endswith(_FP32_NAMES):
+        return value
     if dtype == "fp32":
         return value.float()
     converted = value.to(torch.bfloat16 if dtype == "bf16" else torch.float16)

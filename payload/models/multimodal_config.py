@@ -8,7 +8,14 @@ from typing import Any
 
 from payload.core.errors import CheckpointError
 from payload.core.printable_text import shown
-from payload.models.multimodal_types import TEXT_TYPES, WHOLE_TYPES, TextType, WholeType
+from payload.models.multimodal_types import (
+    LOGIT_DEFAULTS,
+    LOGIT_KEYS,
+    TEXT_TYPES,
+    WHOLE_TYPES,
+    TextType,
+    WholeType,
+)
 
 _TIED = "tie_word_embeddings"
 _NOT_TEXT = ("architectures", "auto_map", "audio_config", "text_config", "vision_config")
@@ -48,7 +55,8 @@ class Whole:
             kind = self.type.text_type
         known = TEXT_TYPES.get(kind, TextType(model_type=kind)) if isinstance(kind, str) else None
         if known is not None:
-            found = {**known.defaults, **found, "model_type": known.model_type}
+            defaults = {**known.defaults, **self.type.defaults}
+            found = {**defaults, **found, "model_type": known.model_type}
         for key in ("rope_parameters", "rope_scaling"):
             if isinstance(found.get(key), Mapping):
                 found[key] = _without_mrope(found[key])
@@ -85,7 +93,8 @@ class Whole:
 def find_whole(raw: Mapping[str, Any], *, where: str) -> Whole | None:
     """Return the multimodal model that a config.json describes; None for other models.
 
-    Raises CheckpointError, naming `where`, without a text_config.
+    Raises CheckpointError, naming `where`, without a text_config, and for a text model whose logits
+    differ from those of the whole model.
     """
     kind = raw.get("model_type")
     known = WHOLE_TYPES.get(kind) if isinstance(kind, str) else None
@@ -102,7 +111,23 @@ def find_whole(raw: Mapping[str, Any], *, where: str) -> Whole | None:
         )
     found = [each[_TIED] for each in (raw, text or {}) if isinstance(each.get(_TIED), bool)]
     tied = (*found, known.tied)[0]
-    return Whole(config=_with_tied(raw, tied), is_tied_explicitly=True in found[:1], type=known)
+    whole = Whole(config=_with_tied(raw, tied), is_tied_explicitly=True in found[:1], type=known)
+    if not known.scales_logits:
+        _require_plain_logits(whole.text_config(), where=where)
+    return whole
+
+
+def _require_plain_logits(text: Mapping[str, Any], *, where: str) -> None:
+    """Raise CheckpointError for a key that changes the logits of the text model alone."""
+    default = LOGIT_DEFAULTS.get(str(text.get("model_type")))
+    for key, neutral in LOGIT_KEYS.items():
+        own = default[1] if default is not None and default[0] == key else neutral
+        value = text.get(key, own)
+        if value is not None and value != neutral:
+            raise CheckpointError(
+                f"{where}: text_config: {key} = {shown(value)}: the multimodal model ignores this "
+                f"key, but its text model alone applies it. Set {key} to {neutral or 'null'}."
+            )
 
 
 def _with_tied(config: Mapping[str, Any], tied: bool) -> dict[str, Any]:

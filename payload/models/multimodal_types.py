@@ -26,13 +26,17 @@ class WholeType:
     """True if config.json of old checkpoints has the text model's keys at its top."""
     text_type: str | None = None
     """The model_type of the text model if config.json does not name it."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the text model's keys that config.json may omit."""
+    scales_logits: bool = False
+    """True if the whole model's class applies the keys in LOGIT_KEYS."""
 
 
 WHOLE_TYPES: Mapping[str, WholeType] = {
     "exaone4_5": WholeType(text_type="exaone4"),
     "gemma3": WholeType(tied=True, text_type="gemma3_text"),
-    "gemma3n": WholeType(tied=True, text_type="gemma3n_text"),
-    "gemma4": WholeType(tied=True, text_type="gemma4_text"),
+    "gemma3n": WholeType(tied=True, text_type="gemma3n_text", scales_logits=True),
+    "gemma4": WholeType(tied=True, text_type="gemma4_text", scales_logits=True),
     "idefics3": WholeType(body="model.text_model.", text_type="llama"),
     "internvl": WholeType(tied=True, text_type="qwen2"),
     "lfm2_vl": WholeType(tied=True, text_type="lfm2"),
@@ -51,9 +55,33 @@ WHOLE_TYPES: Mapping[str, WholeType] = {
     "qwen3_5_moe": WholeType(text_type="qwen3_5_moe_text"),
     "qwen3_vl": WholeType(text_type="qwen3_vl_text"),
     "smolvlm": WholeType(body="model.text_model.", text_type="llama"),
-    "voxtral": WholeType(text_type="llama"),
+    "voxtral": WholeType(
+        text_type="llama",
+        defaults={
+            **{"vocab_size": 131_072, "hidden_size": 3072, "intermediate_size": 8192},
+            **{"num_hidden_layers": 30, "num_key_value_heads": 8, "head_dim": 128},
+            **{"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1e8},
+        },
+    ),
 }
 """The types, by the model_type of config.json."""
+
+
+LOGIT_KEYS: Mapping[str, float | None] = {
+    "final_logit_softcapping": None,
+    "lm_head_multiplier": 1.0,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+}
+"""Keys of text models that change the logits, with the value that changes nothing."""
+LOGIT_DEFAULTS: Mapping[str, tuple[str, float]] = {
+    "cohere": ("logit_scale", 0.0625),
+    "cohere2": ("logit_scale", 0.0625),
+    "gemma2": ("final_logit_softcapping", 30.0),
+    "nanochat": ("final_logit_softcapping", 15.0),
+    "vaultgemma": ("final_logit_softcapping", 30.0),
+}
+"""Text types whose default of such a key changes the logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.architecture_cases import CASES, make_folder
 from benchmarks.llama_cpp import add_tokenizer
 from payload.core.errors import CheckpointError, ExitCode
-from payload.export.hf_weight_reader import atomic_path
+from payload.export.hf_weight_reader import atomic_path, rounded
 from payload.train.models.hf_weights import save_hf
 from payload.train.models.loading import load as load_model
 from tests.export.models import (
@@ -311,3 +311,12 @@ def test_a_link_in_the_place_of_the_unfinished_file_is_not_written_through(tmp_p
         partial.write_text("weights")
     assert victim.read_text() == "theirs"
     assert path.read_text() == "weights" and not path.is_symlink()
+
+
+def test_integers_and_biases_that_choose_experts_are_not_rounded() -> None:
+    table = torch.tensor([257, 299])
+    bias = torch.tensor([0.3009, 0.3013])
+    assert rounded("model.layers.0.ffn.gate.tid2eid", table, "bf16") is table
+    for name in ("mlp.gate.e_score_correction_bias", "ffn.gate.bias"):
+        assert rounded(f"model.layers.0.{name}", bias, "bf16") is bias
+    assert rounded("model.layers.0.mlp.gate.weight", bias, "bf16").dtype == torch.bfloat16

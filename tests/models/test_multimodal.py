@@ -158,6 +158,53 @@ def test_the_first_name_of_exaone_s_text_model_is_read() -> None:
     assert whole.text_config()["model_type"] == "exaone4"
 
 
+@pytest.mark.parametrize(
+    ("model_type", "text", "named"),
+    [
+        ("llava_next", {"model_type": "granite", "logits_scaling": 2.0}, "logits_scaling = 2.0"),
+        ("llava", {"model_type": "cohere2"}, "logit_scale = 0.0625"),
+        ("internvl", {"model_type": "gemma2"}, "final_logit_softcapping = 30.0"),
+        ("gemma3", {"final_logit_softcapping": 0.5}, "final_logit_softcapping = 0.5"),
+        ("llava", {"model_type": "falcon_h1", "lm_head_multiplier": 0.25}, "lm_head_multiplier"),
+    ],
+)
+def test_a_text_model_with_other_logits_than_the_whole_is_refused(
+    model_type: str, text: dict[str, Any], named: str
+) -> None:
+    raw = {"model_type": model_type, "text_config": text}
+    with pytest.raises(CheckpointError, match=f"{named}.*the multimodal model ignores this key"):
+        find_whole(raw, where="config.json")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text"),
+    [
+        ("gemma4", {"final_logit_softcapping": 30.0}),
+        ("gemma3", {"final_logit_softcapping": None}),
+        ("llava_next", {"model_type": "granite", "logits_scaling": 1}),
+        ("llava", {"model_type": "cohere2", "logit_scale": 1.0}),
+    ],
+)
+def test_a_text_model_with_the_whole_s_logits_is_read(
+    model_type: str, text: dict[str, Any]
+) -> None:
+    assert find_whole({"model_type": model_type, "text_config": text}, where="") is not None
+
+
+def test_voxtral_s_own_defaults_apply_to_its_text() -> None:
+    from transformers import AutoConfig
+
+    text = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+    theirs = AutoConfig.for_model("voxtral", text_config=dict(text)).text_config
+    whole = find_whole({"model_type": "voxtral", "text_config": text}, where="")
+    assert whole is not None
+    ours = whole.text_config()
+    for key in WHOLE_TYPES["voxtral"].defaults:
+        wanted = theirs.rope_parameters[key] if key == "rope_theta" else getattr(theirs, key)
+        assert ours[key] == wanted, key
+    assert ours["hidden_size"] == 64
+
+
 def test_every_type_has_a_case_and_the_defaults_of_transformers() -> None:
     from transformers import CONFIG_MAPPING
 
