@@ -25,8 +25,8 @@ from payload.data.rows.preferences import COLUMNS as PREFERENCE_COLUMNS
 from payload.data.rows.rows import Row, Rows
 from payload.data.sources.input_weights import split_weights
 from payload.data.sources.recognise import file_kinds, has_rows
-from payload.data.sources.row_split import split_of_row
 from payload.data.sources.source_flags import SourceKind, SourceRequest, resolve_source
+from payload.data.sources.split_columns import split_of_row
 
 _SAMPLE = 2000
 """Number of rows that are read to detect the format."""

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from payload.core.errors import CheckpointError
+from payload.models.spec import EXPERT_BIASES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from payload.train.tensors.lazy_tensors import PlannedTensors
-
-_FP32_NAMES = (".e_score_correction_bias", ".ffn.gate.bias")
-"""Ends of the names of biases that choose experts; transformers loads them in fp32, too."""
 
 
 class WeightFiles:
@@ -94,7 +92,7 @@ def rounded(name: str, value: Tensor, dtype: Literal["bf16", "f16", "fp32"]) -> 
     """
     import torch
 
-    if not value.is_floating_point() or name.endswith(_FP32_NAMES):
+    if not value.is_floating_point() or name.endswith(EXPERT_BIASES):
         return value
     if dtype == "fp32":
         return value.float()

@@ -58,7 +58,7 @@ Dedup = Literal["none", "exact", "near"]
 """Duplicates that are removed. By default, only training rows that are also in the validation data
 are removed; with `none`, no row is removed."""
 Thoughts = Literal["keep", "drop", "empty", "refuse"]
-"""How the assistant's thoughts are trained.
+"""Treatment of the assistant's thoughts.
 
 `keep` trains the thoughts that are in the row. `drop` removes all thoughts. `empty` and `refuse`
 differ from `keep` only if the prompt opens a block of thoughts and the row has no thoughts. In this
@@ -91,7 +91,7 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRecord:
-    """How the documents for validation are selected."""
+    """The selection of the documents for validation."""
 
     method: Literal["permutation", "hash", "stratified", "files"]
     """`permutation`: the documents that train_test_split of the library `datasets` selects. `hash`:
@@ -132,7 +132,7 @@ class ChatRecord:
     thoughts: Thoughts = "keep"
     """Treatment of the assistant's thoughts, as in --thoughts."""
     added_samples: int = checked(0, low=0)
-    """How many samples there are in addition to one per conversation. If a template renders a turn
+    """Number of samples in addition to one per conversation. If a template renders a turn
     differently once other turns follow, the conversation needs several samples."""
     added_tokens: int = checked(0, low=0)
     """Number of tokens in the added samples."""

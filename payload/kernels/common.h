@@ -14,6 +14,9 @@
 #endif
 #include <sys/mman.h>
 
+// Rows of a partial sum. library.py allocates the sums and has the same number, SUM_ROWS.
+constexpr int64_t kSumRows = 64;
+
 // The bits of a bfloat16, the upper half of a float.
 using bf16 = uint16_t;
 

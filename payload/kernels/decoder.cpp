@@ -6,10 +6,6 @@
 
 namespace {
 
-// Rows that one task adds to a partial sum.
-constexpr int64_t kSumRows = 64;
-
-
 template <typename T>
 inline float inverse_root(const T* x, int64_t width, float eps) {
   float squares = 0;

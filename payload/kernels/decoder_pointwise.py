@@ -12,16 +12,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from payload.kernels.library import Library, element, require_tensor
+from payload.kernels.library import SUM_ROWS, Library, element, require_tensor
 
 Gate = Literal["silu", "gelu_tanh"]
 """Activation of the gate: SiLU for SwiGLU, or the tanh form of GELU for GeGLU."""
 
 LONGEST_HEAD = 512
 """Largest head width: a thread keeps a head on its stack (decoder.cpp)."""
-
-_SUM_ROWS = 64
-"""Number of rows that are added up into one partial sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +115,7 @@ def rms_norm_backward(
     is_branch = _require_norm(total, None, scale, dtype)
     require_tensor("rstd", rstd, torch.float32, (rows,))
     require_tensor("grad_normed", grad_normed, dtype, total.shape)
-    parts = None if frozen else torch.empty(-(-rows // _SUM_ROWS), width)
+    parts = None if frozen else torch.empty(-(-rows // SUM_ROWS), width)
     if is_branch:
         if adds or grad_total is not None:
             raise ValueError("the norm of a bf16 tensor has no sum")
@@ -181,7 +178,7 @@ def norm_rotate_backward(
     _require_heads(qkv, sizes)
     require_tensor("grad", grad, qkv.dtype, qkv.shape)
     is_joint = _require_head_norms(scale, sizes)
-    parts = torch.empty(-(-len(qkv) // _SUM_ROWS), *scale.weight.shape)
+    parts = torch.empty(-(-len(qkv) // SUM_ROWS), *scale.weight.shape)
     numbers = (scale.weight, int(is_joint), scale.offset, scale.eps)
     sizes_last = (*_numbers(qkv, sizes), 0 if rotation is None else rotation.pairs())
     tensors = (*_angles(rotation, sizes), grad, parts)

@@ -19,7 +19,7 @@ from payload.formats.data_folder import IGNORED_TARGET
 from payload.kernels.build import ISA, built_library
 from payload.kernels.unavailable import KernelsUnavailableError
 
-_SUM_ROWS = 64
+SUM_ROWS = 64
 """Number of rows that are added up into one partial sum."""
 
 Slices = Sequence[Tensor]
@@ -295,7 +295,7 @@ class Library:
         """
         require_tensor("x", x, element(x))
         rows, width = x.shape
-        parts = torch.empty(-(-rows // _SUM_ROWS), width)
+        parts = torch.empty(-(-rows // SUM_ROWS), width)
         self.call_on(x.dtype, "sum_rows", x, parts, rows, width)
         return parts.sum(dim=0)
 
@@ -367,7 +367,7 @@ class Library:
         require_tensor("grad_normed", grad_normed, dtype, total.shape)
         grad_x = torch.empty(rows, width)
         grad_added = torch.empty(rows, width, dtype=dtype) if adds else None
-        parts = torch.empty(2, -(-rows // _SUM_ROWS), width)
+        parts = torch.empty(2, -(-rows // SUM_ROWS), width)
         grads = (grad_total, grad_normed, grad_x, grad_added, parts[0], parts[1])
         self.call_on(dtype, "add_norm_backward", *saved, weight, *grads, rows, width)
         weight_grad, bias_grad = parts.sum(dim=1)

@@ -5,9 +5,6 @@
 
 namespace {
 
-// Rows that one task adds to a partial sum.
-constexpr int64_t kSumRows = 64;
-
 // GPT-2's tanh form is x times the logistic function of 2u.
 struct Gelu {
   float logistic, slope;

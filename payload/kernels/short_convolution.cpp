@@ -7,7 +7,7 @@
 namespace {
 
 // Channels that a task computes, and tokens that one partial sum of a weight's gradient has.
-constexpr int64_t kPiece = 256, kSumRows = 64;
+constexpr int64_t kPiece = 256;
 
 // `x` has `stride` elements for each token, and its first `channels` are convolved.
 struct Convolution {

@@ -93,7 +93,7 @@ def torch_version() -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpeed:
-    """How much longer a rank's micro-batch takes than its matmuls at the GEMM peak."""
+    """Time of a rank's micro-batch divided by the time of its matmuls at the GEMM peak."""
 
     threads: int = checked(low=1, high=2**20)
     """Threads of each rank. The ranks of all cores were measured at the same time."""

@@ -22,6 +22,10 @@ _MOST_LOGITS = 160 * 10**6
 # Memory of Python, torch and the stacks of their threads, measured on the development machine.
 PROCESS_BYTES = 350 * 2**20
 
+EXPERT_BIASES = (".e_score_correction_bias", ".ffn.gate.bias")
+"""Ends of the names of biases that only choose experts: no parameters, and fp32 in every copy of
+the weights. The second one is DeepSeek-V4's."""
+
 WHOLE_ACTIVATIONS = 12 / 28
 """Share of a layer's activations that every tensor rank holds in full: norms, residual stream."""
 

@@ -11,8 +11,8 @@ import pytest
 
 from payload.core.errors import DataError, ExitCode
 from payload.data.rows.open_rows import open_rows
-from payload.data.sources.row_split import split_of_row
 from payload.data.sources.source_flags import SourceRequest
+from payload.data.sources.split_columns import split_of_row
 from payload.formats.data_folder import load_meta
 from tests.data.running import run_here
 from tests.support.chat_data import conversations, make_tokenizer, turn, write_rows

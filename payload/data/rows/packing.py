@@ -16,7 +16,8 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.int64]
 
 _AT_ONCE = 2**16
-"""How many lengths are converted to Python integers at a time; these need four times the memory."""
+"""Number of lengths that are converted to Python integers at a time. Integers take four times the
+memory."""
 
 
 @dataclass(frozen=True, slots=True)

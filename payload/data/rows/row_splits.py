@@ -11,8 +11,8 @@ import numpy as np
 from payload.core.errors import DataError
 from payload.core.printable_text import shown
 from payload.data.sources.documents import Survey
-from payload.data.sources.row_split import SPLIT_COLUMNS, split_of_row
 from payload.data.sources.split import FileSplit
+from payload.data.sources.split_columns import SPLIT_COLUMNS, split_of_row
 
 
 class RowSplits:

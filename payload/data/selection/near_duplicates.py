@@ -26,7 +26,7 @@ SIMILAR = 0.8
 SKETCH_VALUES = 128
 _SHINGLE_WORDS = 5
 _AT_ONCE = 4096
-"""How many shingles or rows are processed together; each needs 1 kB."""
+"""Number of shingles or rows that are processed together; each needs 1 kB."""
 _RECALL = (0.1, 0.9)
 """Weights of false positives and of false negatives. A false positive only costs time, because the
 sketches of two rows in one bucket are compared."""

@@ -13,9 +13,9 @@ from payload.core.errors import DataError
 from payload.core.printable_text import shown
 from payload.data.sources.compressed import compression_of, convert_errors, open_decompressed
 from payload.data.sources.documents import MIB, Batch, Batcher, Cursor, Survey, read_pieces
-from payload.data.sources.row_split import split_of_row
 from payload.data.sources.source_flags import SourceRequest
 from payload.data.sources.split import FileSplit
+from payload.data.sources.split_columns import split_of_row
 from payload.data.sources.text_files import ColumnFiles
 
 LINE_BYTES = 64 * MIB

@@ -38,7 +38,7 @@ _Trained = npt.NDArray[np.bool_]
 _Piece = tuple[_Tokens, _Trained]
 
 _BATCH_SIZE = 256
-"""How many rows are rendered together, and how many samples are tokenized together."""
+"""Number of rows that are rendered together, and of samples that are tokenized together."""
 _BATCH_CHARS = 2**22
 """Limit on the total length of the requests that are sent together, in characters."""
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from payload.core.errors import UsageError
 from payload.data.sources.documents import Source
-from payload.data.sources.row_split import SPLIT_COLUMNS, split_column
 from payload.data.sources.source_flags import SourceKind, SourceRequest, check_flags, resolve_source
+from payload.data.sources.split_columns import SPLIT_COLUMNS, split_column
 from payload.data.sources.text_files import inputs_of
 
 

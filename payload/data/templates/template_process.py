@@ -30,7 +30,7 @@ _PIPE_BYTES = 2**20
 
 
 MAX_CONSECUTIVE_ENDS = 5
-"""How many consecutive conversations may end the process before the template is given up.
+"""Limit on the consecutive conversations that end the process; then the template is given up.
 
 Each of them can take `CPU_SECONDS`.
 """

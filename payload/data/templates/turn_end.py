@@ -21,7 +21,7 @@ _ASKED, _ANSWERED, _NEXT = "Quxa0z", "Quxb1z", "Quxc2z"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEnd:
-    """How an assistant's turn ends if a message of a given role follows: `user` or `tool`."""
+    """The end of an assistant's turn before a message of a given role: `user` or `tool`."""
 
     stops: tuple[str, ...]
     """The model's stop tokens, if the template writes one of them after an answer; otherwise the

@@ -24,7 +24,7 @@ from payload.formats.data_folder import SplitRecord
 
 @dataclass(frozen=True, slots=True)
 class DocumentSelection:
-    """How many copies of each document are written to the training file or the validation file."""
+    """Numbers of copies of the documents in the training file and in the validation file."""
 
     rows: RowSelection
     copies: Numbers

@@ -31,7 +31,7 @@ class StoredWeight(TensorHeader):
     bits: int
     """Number of bits of a stored value."""
     block: tuple[int, int]
-    """How many rows and columns of the weight share a scale."""
+    """Numbers of rows and of columns of the weight that share a scale."""
     zero_offset: int = 0
     """Number that is added to each stored zero point."""
     rounded_to: str | None = None

@@ -20,6 +20,7 @@ from payload.core.validation.fields import checked
 from payload.core.validation.records import build
 from payload.formats.quantized.weight_headers import weight_headers
 from payload.models.spec import (
+    EXPERT_BIASES,
     PROCESS_BYTES,
     GradientSize,
     LinearSize,
@@ -31,9 +32,8 @@ from payload.models.transformers.causal_types import CAUSAL_TYPES
 
 _FIX = "Use a folder in the Hugging Face layout, with its own config.json."
 _BUFFER = re.compile(
-    r"(\.inv_freq|\.masked_bias|\.position_ids|\.rotary_emb\..*|\.e_score_correction_bias"
-    # DeepSeek-V4's files have this name for the correction bias.
-    r"|\.ffn\.gate\.bias|\.layer_scalar)\Z"
+    r"(\.inv_freq|\.masked_bias|\.position_ids|\.rotary_emb\..*|\.layer_scalar|"
+    rf"{'|'.join(map(re.escape, EXPERT_BIASES))})\Z"
 )
 _HEAD = re.compile(r"(\A|\.)(lm_head|embed_out)\.weight\Z")
 _EMBEDDING = re.compile(r"(\A|[._])(embed\w*|\w*embeddings?|wte|wpe)(\.\w+)*\.weight\Z")

@@ -24,7 +24,7 @@ from payload.orchestrate.clouds.pulumi.stack_state import StackState, stack_stat
 
 _ID = re.compile(r"projects/([^/]+)/zones/(?P<zone>[^/]+)/instances/(?P<name>[^/]+)")
 CLOCK_SLACK_S = 60.0
-"""How far this machine's clock can be ahead of Google's clock."""
+"""Limit on the time by which this machine's clock is ahead of Google's."""
 _UP = command("orchestrate", "up")
 _DOWN = command("orchestrate", "down")
 

@@ -14,14 +14,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from payload.kernels.library import Library, element, require_starts, require_tensor
+from payload.kernels.library import SUM_ROWS, Library, element, require_starts, require_tensor
 from payload.kernels.linears import Grads
 from payload.models.qwen3_5.config import LinearAttention
 
 _PIECE = 256
 """Number of channels whose convolution's gradients a task computes."""
-_SUM_ROWS = 64
-"""Number of tokens that are added up into one partial sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +178,7 @@ class _Call:
         """Return the gradients of `read` and of the weight; write those of the gates."""
         require_tensor("grad", grad, read.dtype, tuple(read.shape))
         grad_read = torch.empty_like(read)
-        parts = torch.empty(-(-self._batch * self._length // _SUM_ROWS), len(weight))
+        parts = torch.empty(-(-self._batch * self._length // SUM_ROWS), len(weight))
         tensors = (read, weight, eps, self._made, grad, grad_read, grad_made, parts)
         self._call("gated_norm_backward", *tensors, *self._rows())
         return grad_read, parts.sum(0)
