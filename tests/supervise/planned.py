@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from payload.config.run_config import parse_run_config
 from payload.orchestrate.inventories.chosen import load_cluster
-from payload.orchestrate.machine_profiles.local_profile import LocalAccess
+from payload.orchestrate.machine_profiles.local_profile import LocalAccess, port_of
 from payload.orchestrate.runs.planning import PlanTarget, resolve
 from payload.orchestrate.runs.run_request import PlanRequest
 from payload.run_record.run_files import (
@@ -29,6 +30,8 @@ from tests.supervise import stand_in
 from tests.support.waiting import DEADLINE_S
 
 REPO = Path(__file__).parents[2]
+# As for a command, no other run takes the port before the supervisor has bound it.
+_RESERVED: list[socket.socket] = []
 CONFIG = "[batch]\nglobal_batch_size = 8\nmicro_batch_size = 1\n[model]\npreset = 'tiny'\n"
 
 
@@ -74,15 +77,16 @@ def plan_stand_in(
         ],
         where="test",
     )
-    with access.reserve_port() as holder:
-        target = PlanTarget(
-            chosen=load_cluster("local", env={}),
-            profile=access,
-            paths=RunPaths(root),
-            work_dir=REPO,
-            port=port or holder.getsockname()[1],
-        )
-        resolve(PlanRequest(config=config, vocab_size=50257), target).write(RunPaths(root))
+    holder = access.reserve_port()
+    _RESERVED.append(holder)
+    target = PlanTarget(
+        chosen=load_cluster("local", env={}),
+        profile=access,
+        paths=RunPaths(root),
+        work_dir=REPO,
+        port=port or port_of(holder),
+    )
+    resolve(PlanRequest(config=config, vocab_size=50257), target).write(RunPaths(root))
     return RunPaths(root)
 
 

@@ -312,10 +312,10 @@ def test_state_is_kept_up_to_date_while_the_wall_clock_stands_or_goes_back(tmp_p
 def test_a_stop_before_the_first_step_is_a_stop(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, ranks=1)
     supervisor = supervise(paths)
-    wait_for(paths.state.exists, "the supervisor to begin")
+    wait_for(lambda: paths.state.exists() or supervisor.poll() is not None, "the supervisor")
     ask_to_stop(paths, supervisor)
-    assert supervisor.wait(DEADLINE_S) == ExitCode.OK
-    assert state_of(paths).status == "stopped"
+    ended, state = supervisor.wait(DEADLINE_S), state_of(paths)
+    assert (ended, state.status) == (ExitCode.OK, "stopped"), state.error
     assert not processes_of(paths.root)
 
 

@@ -426,18 +426,11 @@ def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> in
     data = config.data.folder()
     found = allocation(env, why="run --site slurm", folders=(paths.root, data))
     meta = check_data(data, sequence_length=config.data.sequence_length, task=config.task.data())
-    with found.access.reserve_port() as holder:
-        planned = resolve(
-            PlanRequest.of_run(
-                paths, config, vocab_size=meta.vocab_size, resumes=paths.state.exists()
-            ),
-            PlanTarget(
-                chosen=found.chosen,
-                profile=found.access,
-                paths=paths,
-                port=port_of(holder),
-            ),
-        )
+    holder = found.access.reserve_port()
+    planned = resolve(
+        PlanRequest.of_run(paths, config, vocab_size=meta.vocab_size, resumes=paths.state.exists()),
+        PlanTarget(chosen=found.chosen, profile=found.access, paths=paths, port=port_of(holder)),
+    )
     for line in (
         *planned.notes(),
         *(f"warning: {sentence}" for sentence in move_blockers_aside(paths)),
@@ -452,6 +445,8 @@ def _supervise(paths: RunPaths, env: Mapping[str, str], *, grace_s: float) -> in
     # The supervisor unblocks and handles these signals once it is ready.
     signal.pthread_sigmask(signal.SIG_BLOCK, control.STOP_SIGNALS)
     program = module_command("payload.supervise", *arguments)
+    # The port stays reserved until the supervisor has bound it.
+    os.set_inheritable(holder.fileno(), True)
     os.execve(program[0], program, code_environment(env))
 
 
