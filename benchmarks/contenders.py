@@ -44,6 +44,7 @@ class Contender:
 def contenders(arguments: argparse.Namespace) -> list[Contender]:
     """Return this project, then the peers that the options name."""
     threads = {"OMP_NUM_THREADS": str(arguments.threads)} if arguments.threads else {}
+    malloc = getattr(arguments, "malloc", "tuned")
     work = {
         "model": arguments.model,
         "micro_batch_size": arguments.micro_batch_size,
@@ -53,8 +54,9 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
         "steps": arguments.steps,
         "adapter": adapter_settings(arguments),
         "quantize": getattr(arguments, "quantize", "none"),
+        "plain_malloc": malloc != "default",
     }
-    allocator = malloc_environment(getattr(arguments, "malloc", "tuned")) | threads
+    allocator = malloc_environment(malloc) | threads
     ours = [sys.executable, "-m", "benchmarks.step_ours"]
     peer = str(REPO / "benchmarks" / "peers" / "step_nanogpt.py")
     sizes = _peer_sizes(PRESETS[arguments.model]) if arguments.model in PRESETS else {}

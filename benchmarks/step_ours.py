@@ -17,6 +17,7 @@ from benchmarks.peers.timed_steps import random_batch, take_steps
 from benchmarks.step_model import has_weights, model_spec, trained_spec
 from payload import __version__
 from payload.config.training_sections import AdapterSection, EngineSection, OptimizerSection
+from payload.kernels.cpu_allocator import use_plain_malloc
 from payload.models.spec import RankSetting
 from payload.train.gemm_and_network_benchmark import TORCH_DTYPES, calibrate
 from payload.train.models.base import CausalLM
@@ -32,6 +33,8 @@ _MATMULS = 50
 def main(work: dict[str, Any]) -> None:
     """Take the steps, and print one JSON object."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    if work["plain_malloc"]:
+        use_plain_malloc()
     torch.manual_seed(1)
     spec = trained_spec(work)
     dtype, accumulation = work["dtype"], work["accumulation"]

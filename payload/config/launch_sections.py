@@ -132,8 +132,8 @@ class LaunchSection:
     """none = the node's physical cores divided evenly among its ranks."""
     malloc: Literal["tuned", "lean", "tcmalloc", "default"] = "tuned"
     """`tuned`: glibc keeps large freed blocks for reuse. `lean`: glibc returns them to the kernel
-    immediately. With `tuned`, glibc still returns large blocks under strategy `shard` (from 4 MiB)
-    and `zero3` (from 1 MiB)."""
+    immediately. Strategy `zero3` changes `tuned` to `lean`. With both, torch's tensors on a CPU are
+    allocated without gaps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -215,11 +215,11 @@ class RunConfig:
         """Return the size of the optimizer state in a checkpoint."""
         return spec.num_trainable_params() * find_optimizer(self.optimizer.name).state_bytes
 
-    def malloc(self) -> Literal["tuned", "lean", "sharded", "tcmalloc", "default"]:
+    def malloc(self) -> Literal["tuned", "lean", "tcmalloc", "default"]:
         """Return the resolved malloc setting; `tuned` depends on the strategy."""
-        if self.launch.malloc != "tuned" or self.distributed.strategy == "replicate":
-            return self.launch.malloc
-        return "sharded" if self.distributed.strategy == "shard" else "lean"
+        if self.launch.malloc == "tuned" and self.distributed.strategy == "zero3":
+            return "lean"
+        return self.launch.malloc
 
     def recomputation(self) -> float:
         """Return the factor by which recomputation raises the FLOPs: 4/3 with activation

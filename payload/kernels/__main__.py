@@ -1,4 +1,4 @@
-"""`python -m payload.kernels`: build this machine's kernels before a rank needs them."""
+"""`python -m payload.kernels`: build this machine's C++ libraries before a rank needs them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ if __name__ == "__main__":
 
 import sys
 
+from payload.kernels.cpu_allocator import built_allocator
 from payload.kernels.library import load_library
 from payload.kernels.unavailable import KernelsUnavailableError
 
 
 def main() -> int:
-    """Build the kernels if missing; on failure print the reason on stdout and return 1."""
+    """Build both libraries if missing; on failure print the reason on stdout and return 1."""
     try:
         load_library()
+        built_allocator()
     except KernelsUnavailableError as error:
         print(error)
         return 1

@@ -8,7 +8,9 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -62,7 +64,6 @@ _FLAGS: tuple[str, ...] = (
     "-fno-trapping-math",
     "-fopenmp",
     "-fPIC",
-    "-shared",
 )
 _NATIVE = ("-march=native",)
 if platform.machine() == "aarch64":
@@ -76,9 +77,14 @@ if platform.machine() == "x86_64":
 # function at its bound, 1e-38. The results were subnormal, which needs microcode, so GELU's
 # backward function took 3 to 5 times as long for the same result. Only gcc has this option.
 _GCC_FLAGS = ("-fno-thread-jumps",)
-# A build takes half a minute of CPU time on the development machine, and a busy one takes minutes.
+# A file takes seconds on the development machine, and minutes on a busy one.
 # Ranks whose build exceeds this limit would train without kernels.
 _TIMEOUT_S = 1200
+
+
+def default_cache() -> Path:
+    """Return the folder in this user's home that keeps the built libraries."""
+    return Path.home() / ".cache" / "tileforge" / "kernels"
 
 
 def built_library(
@@ -129,41 +135,52 @@ def target_flags(isa: str | None) -> tuple[str, ...]:
 
 
 def _compile(library: Path, sources: Sequence[Path], target: Sequence[str]) -> None:
-    """Build the library under a temporary name, then rename it, so that it is never incomplete."""
+    """Compile the sources in parallel and link them to `library`, which is never incomplete."""
     compiler = find_compiler()
     if compiler is None:
         raise KernelsUnavailableError(f"this machine has no C++ compiler ({INSTALL_COMPILER})")
-    torch_libraries = Path(torch.__file__).parent / "lib"
-    partial = library.with_suffix(f".{os.getpid()}.partial")
     flags = (*_FLAGS, *target) + (_GCC_FLAGS if Path(compiler).name == "g++" else ())
-    command = [compiler, *flags, *map(str, sources), "-o", str(partial)]
-    # The process has already loaded torch's libraries, so the library needs no path to them.
-    command += [f"-L{torch_libraries}", "-ltorch_cpu", "-lc10"]
-    try:
-        # The compiler does not run in the user's folder: with an empty entry in CPATH, it would
-        # search this folder for headers.
-        done = subprocess.run(
-            command,
-            cwd=library.parent,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
-        if done.returncode:
-            lines = done.stderr.strip().splitlines()
-            reason = next((line for line in lines if "error" in line), "no reason given")
-            raise KernelsUnavailableError(f"{compiler} failed: {reason}")
+    torch_folder = Path(torch.__file__).parent
+    with TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
+
+        def compile_one(source: Path) -> str:
+            output = str(Path(folder, source.name).with_suffix(".o"))
+            # The allocator alone includes headers of torch.
+            command = [compiler, *flags, "-c", f"-I{torch_folder / 'include'}", str(source)]
+            _run_compiler([*command, "-o", output], folder)
+            return output
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            objects = list(pool.map(compile_one, sources))
+        partial = Path(folder, library.name)
+        # The process has already loaded torch's libraries, so the library needs no path to them.
+        libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+        link = [compiler, *flags, "-shared", *objects, "-o", str(partial), *libraries]
+        _run_compiler(link, folder)
         # Without fsync, a power failure could leave an empty file under the library's name.
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.chmod(0o700)
         partial.replace(library)
         fsync_folder(library.parent)
+
+
+def _run_compiler(command: Sequence[str], folder: str) -> None:
+    """Run the compiler in `folder`. Raises KernelsUnavailableError with its first error.
+
+    The compiler does not run in the user's folder: with an empty entry in CPATH, it would search
+    this folder for headers.
+    """
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
-        raise KernelsUnavailableError(f"{compiler} took over {_TIMEOUT_S} s") from None
-    finally:
-        partial.unlink(missing_ok=True)
+        raise KernelsUnavailableError(f"{command[0]} took over {_TIMEOUT_S} s") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        reason = next((line for line in lines if "error" in line), "no reason given")
+        raise KernelsUnavailableError(f"{command[0]} failed: {reason}")
 
 
 def _fingerprint(sources: Sequence[Path], target: Sequence[str]) -> str:

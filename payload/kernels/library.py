@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from payload.formats.data_folder import IGNORED_TARGET
-from payload.kernels.build import ISA, built_library
+from payload.kernels.build import ISA, built_library, default_cache
 from payload.kernels.unavailable import KernelsUnavailableError
 
 SUM_ROWS = 64
@@ -500,5 +500,4 @@ def load_library() -> Library:
 
     The environment variable TILEFORGE_CPU_ISA limits its instruction set.
     """
-    cache = Path.home() / ".cache" / "tileforge" / "kernels"
-    return Library(built_library(cache, isa=os.environ.get(ISA)))
+    return Library(built_library(default_cache(), isa=os.environ.get(ISA)))

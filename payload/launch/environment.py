@@ -11,29 +11,14 @@ from payload.launch.ranks import Rank
 from payload.machines.process_variables import spin_environment, tuned_malloc
 from payload.machines.rank_variables import RUN_DIR, TORCH, names
 
-Malloc = Literal["tuned", "lean", "sharded", "tcmalloc", "default"]
+Malloc = Literal["tuned", "lean", "tcmalloc", "default"]
 
 RUN_ID = "TILEFORGE_RUN_ID"
 NODE = "TILEFORGE_NODE"
 
-# A sharded rank constantly allocates and frees blocks of varying sizes. They fragment the heap if
-# it returns no memory to the kernel. GPT-2 on 2 ranks, 2 x 512 tokens (Xeon with AMX, 2026-11-23):
-# peak 3.5 GB with `tuned`, 1.9 GB with `lean`; step times equal within noise.
+# For ranks under zero3: GPT-2 on 2 ranks (Xeon with AMX, 2026-11-29) took 9.95 s a step and 2.27 GB
+# with `lean`, 8.50 s and 2.80 GB with `tuned`.
 _LEAN = f"glibc.malloc.mmap_threshold={2**20}:glibc.malloc.hugetlb=1"
-
-# Most activations of a layer are blocks of 1 to 4 MB. In fresh memory they cause a page fault for
-# every 4 KiB, because they contain no full huge page. GPT-2 124M under `shard` on 2 ranks, 2 x 128
-# tokens (virtual machine with 2 cores of an AMD EPYC, 2026-11-25), by the size from which blocks
-# are returned to the kernel: with 1 MiB 7.5 to 9.0 s a step and a peak of 2.0 GB, with 4 MiB 7.0 s
-# and 2.2 GB, with 32 MiB 6.8 s and 2.35 GB. DeepSpeed's ranks were no faster with 4 MiB and used
-# 0.25 GB more.
-_SHARDED = ":".join(
-    (
-        f"glibc.malloc.mmap_threshold={4 * 2**20}",
-        f"glibc.malloc.trim_threshold={64 * 2**20}",
-        "glibc.malloc.hugetlb=1",
-    )
-)
 
 # The wrapper script of mpirun uses a scheduler if it finds variables of the scheduler. Thus a run
 # that is started in a Slurm or SGE shell would use the nodes of that job. Variables of an enclosing
@@ -114,8 +99,6 @@ def malloc_environment(malloc: Malloc, *, tcmalloc: str | None = None) -> dict[s
         return tuned_malloc()
     if malloc == "lean":
         return {"GLIBC_TUNABLES": _LEAN}
-    if malloc == "sharded":
-        return {"GLIBC_TUNABLES": _SHARDED}
     if malloc == "tcmalloc":
         assert tcmalloc, "preflight finds the library before a plan is made"
         return {"LD_PRELOAD": tcmalloc}

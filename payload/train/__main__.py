@@ -62,6 +62,7 @@ def main(
     clock = StartClock()
     _set_up_logging(env)
     # torch takes seconds to import; a wrong config should not cost them.
+    from payload.kernels.cpu_allocator import use_plain_malloc
     from payload.train.ranks.world import World
     from payload.train.session import train
     from payload.train.setup import pin_initial
@@ -71,6 +72,8 @@ def main(
     )
     exit_recorder.paths = RunPaths(arguments.run_dir) if arguments.run_dir else None
     logging.getLogger().setLevel(logging.INFO if world.is_main else logging.WARNING)
+    if config.launch.malloc in ("tuned", "lean") and world.is_cpu:
+        use_plain_malloc()
     clock.lap("imports")
     world.join(config.distributed)
     run_dir = arguments.run_dir

@@ -40,13 +40,6 @@ def test_lean_malloc_returns_large_blocks_immediately() -> None:
     assert tunables == ["glibc.malloc.mmap_threshold=1048576", "glibc.malloc.hugetlb=1"]
 
 
-def test_sharded_ranks_keep_blocks_that_hold_no_whole_huge_page() -> None:
-    tunables = _common("sharded")["GLIBC_TUNABLES"].split(":")
-    assert "glibc.malloc.mmap_threshold=4194304" in tunables
-    assert "glibc.malloc.trim_threshold=67108864" in tunables
-    assert "glibc.malloc.hugetlb=1" in tunables
-
-
 def test_tcmalloc_is_preloaded_and_default_changes_nothing() -> None:
     assert _common("tcmalloc")["LD_PRELOAD"] == "libtcmalloc.so.4"
     assert "GLIBC_TUNABLES" not in _common("tcmalloc")

@@ -87,9 +87,9 @@ def test_a_group_that_does_not_divide_the_ranks_makes_no_plan() -> None:
         numbers(SHARD, "distributed.shard_size=3")
 
 
-def test_a_sharded_rank_returns_memory_immediately_by_default() -> None:
+def test_zero3_returns_memory_immediately_by_default() -> None:
     assert config().malloc() == "tuned"
-    assert config(SHARD).malloc() == "sharded"
+    assert config(SHARD).malloc() == "tuned"
     assert config("distributed.strategy=zero3").malloc() == "lean"
     assert config(SHARD, "launch.malloc=lean").malloc() == "lean"
     assert config(SHARD, "launch.malloc=tcmalloc").malloc() == "tcmalloc"

@@ -41,17 +41,15 @@ class Toy(NamedSite):
 
     def start(self, request: RunRequest) -> ToyRun:
         run = ToyRun(request.paths, request.env)
-        # As for other sites, the port stays reserved until the supervisor has bound it.
-        port = port_of(request.held.enter_context(run.access.reserve_port()))
-        with request.folder() as paths:
+        with request.folder() as paths, run.access.reserve_port() as held:
             write_json(paths.job, RunJob(site=self.name, job_id="1"))
             shutil.copytree(paths.root, run.there.root)
-            here = load_cluster("local", env=request.env)
+            here, port = load_cluster("local", env=request.env), port_of(held)
             on = PlanTarget(chosen=here, profile=run.access, paths=run.there, port=port)
             resolve(request.to_plan(), on).write(run.there)
-        supervisor = run.access.start_supervisor(run.there, detached=True, grace_s=request.grace_s)
-        while not is_supervised(run.there) and supervisor.poll() is None:
-            pass
+            there = run.access.start_supervisor(run.there, detached=True, grace_s=request.grace_s)
+            while not is_supervised(run.there) and there.poll() is None:
+                pass
         return run
 
     def run_of(self, paths: RunPaths, job: RunJob, env: Mapping[str, str]) -> ToyRun:
