@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.contenders import Contender
 from benchmarks.harness import Benchmark
 from benchmarks.step_model import model_argument
-from payload.launch.environment import malloc_environment
+from payload.launch.environment import Malloc, malloc_environment
 
 _LORA = {"adapter": {"rank": 16, "alpha": 32.0, "dropout": 0.0}}
 _PLAIN = {"kernels": "off"}
@@ -37,7 +37,13 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "LoRA nf4 bf16": {"dtype": "bf16", "quantize": "nf4", **_LORA},
     "LoRA nf4 fp32": {"dtype": "fp32", "quantize": "nf4", **_LORA},
 }
-SETTINGS = ("torch", "tuned", "lean", "default")
+SETTINGS: Mapping[str, Malloc] = {
+    "torch": "tuned",
+    "tuned": "tuned",
+    "lean": "lean",
+    "default": "default",
+}
+"""The value of `launch.malloc` whose variables each setting has."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -85,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _contender(setting: str, work: Mapping[str, Any]) -> Contender:
-    environment = malloc_environment("tuned" if setting == "torch" else setting)
+    environment = malloc_environment(SETTINGS[setting])
     options = json.dumps({**work, "plain_malloc": setting in ("tuned", "lean")})
     return Contender(setting, [sys.executable, "-m", "benchmarks.step_ours", options], environment)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.harness import REPO
 from benchmarks.step_model import model_spec
-from payload.launch.environment import malloc_environment
+from payload.launch.environment import Malloc, malloc_environment
 from payload.models.gpt2.spec import PRESETS, Gpt2Spec
 
 
@@ -44,7 +44,7 @@ class Contender:
 def contenders(arguments: argparse.Namespace) -> list[Contender]:
     """Return this project, then the peers that the options name."""
     threads = {"OMP_NUM_THREADS": str(arguments.threads)} if arguments.threads else {}
-    malloc = getattr(arguments, "malloc", "tuned")
+    malloc: Malloc = getattr(arguments, "malloc", "tuned")
     work = {
         "model": arguments.model,
         "micro_batch_size": arguments.micro_batch_size,

@@ -23,11 +23,6 @@ from payload.models.spec import (
 )
 from payload.models.wrapper_spec import WrappedSpec
 
-_GAPS = 1.3
-"""Factor by which fragmentation increases the activations' memory. Measured on two AMX cores:
-1.2 for GPT-2 124M and 1.35 for SmolLM2-135M, at 4 x 1024 tokens. In fp32 on two AVX-512 cores: 1.2
-to 1.4 for SmolLM2-135M, with and without 4-bit weights, at 512 to 2,048 tokens."""
-
 ALL_LINEAR = "all-linear"
 """Every linear of the layers, without the output head, as in PEFT."""
 
@@ -227,8 +222,7 @@ class AdaptedSpec(WrappedSpec):
         """Estimate a training rank's peak memory.
 
         The base's linears are in the dtype of the matmuls and have neither gradients nor optimizer
-        state. Temporary tensors fragment the activations' memory, except in bf16 without kernels.
-        Loading holds the full base in fp32, and this memory is not returned to the system.
+        state. Loading holds the full base in fp32, and this memory is not returned to the system.
         """
         if self.is_quantized:
             return self._quantized_memory_bytes(setting)
@@ -250,13 +244,19 @@ class AdaptedSpec(WrappedSpec):
         Each linear has a bf16 copy while it is loaded and during its matmul. In an fp32 run, the
         linear also has an fp32 copy at these times.
         """
-        setting = replace(setting, kernels=False)
-        size = setting.value_bytes()
+        plain = replace(setting, kernels=False)
+        size, tokens = setting.value_bytes(), setting.micro_batch_size * self.sequence_length
+        activations = self._activation_bytes(plain)
+        if setting.kernels and not self.base.task_head_size():
+            # The head has kernels, which compute its logits in chunks.
+            rows = self.base.head_rows()
+            activations -= plain.plain_logits_bytes(rows, tokens=tokens)
+            activations += min(tokens, logits_tokens(rows)) * rows * size
         held = self.base_bytes(other_bytes=size)
         held += self.num_trainable_params() * setting.trained_bytes()
         largest = max((each.inputs * each.outputs for each in self.linears()), default=0)
         whole = 2 if setting.dtype == "bf16" else 2 + size
-        return held + whole * largest + self._activation_bytes(setting) + PROCESS_BYTES
+        return held + whole * largest + activations + PROCESS_BYTES
 
     def rank_memory_bytes(self, setting: RankSetting, *, checkpointed: bool = False) -> int:
         """Estimate a rank's peak memory, including the loading of the model.
@@ -287,6 +287,8 @@ class AdaptedSpec(WrappedSpec):
         some = replace(setting, alone=False, accumulates=True)
         none = replace(some, micro_batch_size=0)
         kept = self.base.memory_bytes(some) - self.base.memory_bytes(none)
+        if setting.dtype == "bf16" and not setting.kernels:
+            kept -= kept // 10  # a frozen norm does not keep the normed input
         if self.tokens and setting.kernels:
             # The head with trained rows has a chunk's logits and their gradient in fp32.
             kept += logits_tokens(self.vocab_size) * self.vocab_size * 12
@@ -294,13 +296,11 @@ class AdaptedSpec(WrappedSpec):
             # DoRA keeps the output of each linear, which is multiplied by the norm's factor.
             tokens = setting.micro_batch_size * self.sequence_length
             kept += tokens * sum(each.outputs for each in self._adapted()) * setting.value_bytes()
-        if setting.dtype == "bf16" and not setting.kernels:
-            return kept
         if self.has_dropout:
             # Dropout's mask for the input of each adapter takes one byte per element.
             tokens = setting.micro_batch_size * self.sequence_length
             kept += tokens * sum(each.inputs for each in self._adapted())
-        return kept if self.base.counts_gaps(setting) else int(kept * _GAPS)
+        return kept
 
     def weight_bytes(self, setting: RankSetting) -> int:
         """Return the bytes of all weights; the base's linears have the matmuls' dtype."""

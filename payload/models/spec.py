@@ -118,9 +118,11 @@ class RankSetting:
     def plain_logits_bytes(self, rows: int, *, tokens: int) -> int:
         """Return the bytes of the logits without kernels, for a head with `rows` rows.
 
-        A logit takes 16 bytes in fp32: itself, log-softmax and two gradients.
+        In fp32 a logit takes 12 bytes: itself, log-softmax and the gradient. In bf16 it also exists
+        as the bf16 result of the matmul with its gradient.
         """
-        return 16 * rows * (min(tokens, logits_tokens(rows)) if self.chunks_loss else tokens)
+        size = 16 if self.dtype == "bf16" else 12
+        return size * rows * (min(tokens, logits_tokens(rows)) if self.chunks_loss else tokens)
 
     def held_bytes(self) -> int:
         """Return the bytes of a trained weight in fp32 and its optimizer state."""
@@ -188,10 +190,6 @@ class ModelSpec(ABC):
     @abstractmethod
     def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory, the interpreter and torch included."""
-
-    def counts_gaps(self, setting: RankSetting) -> bool:
-        """Return whether `memory_bytes` includes gaps between activations in proportion to them."""
-        return False
 
     def checkpointed_memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory with activation checkpointing.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from payload.models.spec import LinearSize, ModelSpec, ParameterSize, RankSetting
+from payload.models.spec import LinearSize, ModelSpec, ParameterSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,6 @@ class WrappedSpec(ModelSpec):
     def is_tied(self) -> bool:
         """Return whether the base's output head is its token embedding."""
         return self.base.is_tied()
-
-    def counts_gaps(self, setting: RankSetting) -> bool:
-        """Return whether the estimate of the base's memory includes gaps between activations."""
-        return self.base.counts_gaps(setting)
 
     def linears(self) -> tuple[LinearSize, ...]:
         """Return the base's linears."""

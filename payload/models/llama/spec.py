@@ -193,8 +193,8 @@ class DecoderSpec(ModelSpec):
         other ranks, and in every micro-batch of a step after the first (`accumulates`). With
         `kernels`, each matmul converts its weights to bf16; the head keeps a bf16 copy if its
         logits are computed in chunks. With up to `hidden_size` tokens, a bf16 gradient of the head
-        reuses the logits' memory. Fragmentation took 2 bytes per parameter of the layers, or 1 with
-        bf16 gradients, as measured for SmolLM2-135M and Qwen3-0.6B.
+        reuses the logits' memory. In bf16, fragmentation took 2 bytes per parameter of the layers,
+        or 1 with bf16 gradients, as measured for SmolLM2-135M and Qwen3-0.6B.
         """
         size = setting.value_bytes()
         tokens = setting.micro_batch_size * self.sequence_length
@@ -209,8 +209,8 @@ class DecoderSpec(ModelSpec):
             held, gradients = held + gradients, 0
         has_layers = self._has_fast_layers(setting)
         layers = tokens * self.num_layers() * self._kept_bytes(size, kernels=has_layers)
-        if self.counts_gaps(setting):
-            layers += 3 * layers // 10  # as measured for SmolLM2-135M, 1 to 6 x 1024 tokens
+        if has_layers and setting.dtype == "fp32":
+            layers += layers // 10  # temporary tensors, as measured for SmolLM2-135M
         if not setting.kernels:
             logits = setting.plain_logits_bytes(self.vocab_size, tokens=tokens)
             return held + max(layers + logits, gradients)
@@ -221,12 +221,8 @@ class DecoderSpec(ModelSpec):
         if head_rounded and tokens <= self.hidden_size:
             # The gradient reuses the logits' memory.
             head = 0
-        gaps = inner * (1 if linears_rounded else 2)
+        gaps = inner * (1 if linears_rounded else 2) if setting.dtype == "bf16" else 0
         return held + gaps + max(layers + logits + head, gradients)
-
-    def counts_gaps(self, setting: RankSetting) -> bool:
-        """Return whether the kernels run the layers in fp32, where fragmentation is largest."""
-        return self._has_fast_layers(setting) and setting.dtype == "fp32"
 
     def bf16_gradients(self, setting: RankSetting) -> tuple[bool, bool]:
         """Return whether the gradients of the layers' linears, and of the head, are in bf16.
@@ -259,11 +255,13 @@ class DecoderSpec(ModelSpec):
             # A layer keeps the residual stream twice in fp32 and twice normed; queries, keys and
             # values; the attention's output; the gate and up projections.
             return 8 * width + size * 2 * (width + queries + keys + self.intermediate_size)
-        norms = 2 * (self.input_norms + self.output_norms)
-        # A norm in plain torch also keeps its input and its output in fp32.
-        return norms * 10 * width + size * (
-            4 * width + 6 * (queries + keys) + 5 * self.intermediate_size
-        )
+        # In plain torch, a norm keeps its input and the normed input in fp32, 8 bytes an element.
+        # Measured with autograd's hooks for saved tensors, for Llama, Qwen3 and Gemma 3.
+        norms = 2 * (self.input_norms + self.output_norms) * width
+        if self.qk_norm or self.joint_qk_norm:
+            norms += queries + keys
+        linears = size * (3 * queries + 2 * keys + 4 * self.intermediate_size)
+        return 8 * norms + (10 if size == 2 else 8) * width + linears
 
     def gradient_sizes(self) -> tuple[GradientSize, ...]:
         """Return the parameters in the order in which the backward pass finishes them."""
