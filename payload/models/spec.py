@@ -352,6 +352,10 @@ class ModelSpec(ABC):
         """Return why the layers' linears cannot have 4 bits, or None if they can."""
         return None
 
+    def why_fixed_vocabulary(self) -> str | None:
+        """Return why the vocabulary cannot grow, or None if it can."""
+        return None
+
     def why_not_tensor(self, ranks: int) -> str | None:
         """Return why `ranks` ranks cannot split each layer, or None if they can."""
         del ranks

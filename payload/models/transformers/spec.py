@@ -19,6 +19,7 @@ from payload.core.printable_text import shown
 from payload.core.validation.fields import checked
 from payload.core.validation.records import build
 from payload.formats.quantized.weight_headers import weight_headers
+from payload.models.fixed_vocabulary import why_fixed_vocabulary
 from payload.models.spec import (
     EXPERT_BIASES,
     PROCESS_BYTES,
@@ -157,6 +158,10 @@ class OtherSpec(ModelSpec):
             )
         config = {**self.config, "vocab_size": rows}
         return replace(self, vocab_size=rows, counts=counts, config=config)
+
+    def why_fixed_vocabulary(self) -> str | None:
+        """Return why the vocabulary cannot grow, or None if it can."""
+        return why_fixed_vocabulary(self.config)
 
     def context(self) -> int:
         """Return the longest context of the weights in tokens; if unknown, `sequence_length`."""

@@ -133,7 +133,15 @@ class TransformersLM(CausalLM):
         )
 
     def _resize_vocabulary(self, rows: int) -> None:
-        """Resize the vocabulary; transformers also changes its config and tied weights."""
+        """Resize the vocabulary; transformers also changes its config and tied weights.
+
+        Raises CheckpointError for a model whose vocabulary cannot grow.
+        """
+        if reason := self.spec.why_fixed_vocabulary():
+            raise CheckpointError(
+                f"the vocabulary of {self.spec.vocab_size:,} tokens cannot grow to {rows:,}: "
+                f"{reason}. Use only tokens of the model."
+            )
         self.module.resize_token_embeddings(rows, mean_resizing=False)
 
     def hf_name(self, module: str) -> str:
