@@ -40,6 +40,8 @@ class Whole:
     """The config.json that was read, with an explicit tie_word_embeddings."""
     parts: tuple[CopiedPart, ...] = ()
     """The parts that are copied; empty while the tensors are unknown."""
+    left_out: int = 0
+    """Number of tensors of quantised MTP layers, which checkpoints do not contain."""
     is_tied_explicitly: bool = False
     """True if config.json sets tie_word_embeddings to true."""
     type: WholeType = field(default_factory=WholeType)
@@ -87,7 +89,13 @@ class Whole:
         if not self.parts:
             return None
         sizes = ", ".join(f"{each.name} {each.params:,} parameters" for each in self.parts)
-        return f"{sizes}: not trained, kept unchanged"
+        kept = f"{sizes}: not trained, kept unchanged"
+        if not self.left_out:
+            return kept
+        return (
+            f"{kept}; {self.left_out} tensors of mtp (quantised): transformers does not read them, "
+            "and checkpoints leave them out"
+        )
 
 
 def find_whole(raw: Mapping[str, Any], *, where: str) -> Whole | None:

@@ -30,6 +30,7 @@ from payload.models.spec import (
     RankSetting,
 )
 from payload.models.transformers.causal_types import CAUSAL_TYPES
+from payload.models.transformers.ignored_tensors import ignored_tensors
 
 _FIX = "Use a folder in the Hugging Face layout, with its own config.json."
 _BUFFER = re.compile(
@@ -265,9 +266,14 @@ class OtherSpec(ModelSpec):
         return self.counts is not None
 
     def with_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherSpec:
-        """Return the same model with its tensors counted; `shapes` maps names to shapes."""
+        """Return the same model with its tensors counted; `shapes` maps names to shapes.
+
+        Tensors that transformers does not read are left out.
+        """
         tied = bool(self.tie_word_embeddings)
-        return replace(self, counts=_count(shapes, self, tied=tied))
+        ignored = ignored_tensors(shapes, model_type=self.model_type, layers=self.num_layers())
+        read = {name: shape for name, shape in shapes.items() if name not in ignored}
+        return replace(self, counts=_count(read, self, tied=tied))
 
     def with_modules(
         self, linears: tuple[LinearSize, ...], others: tuple[ParameterSize, ...]
