@@ -12,6 +12,7 @@ from payload.models.multimodal_types import (
     LOGIT_DEFAULTS,
     LOGIT_KEYS,
     TEXT_TYPES,
+    TIED_TEXT_TYPES,
     WHOLE_TYPES,
     TextType,
     WholeType,
@@ -63,6 +64,10 @@ class Whole:
             if isinstance(found.get(key), Mapping):
                 found[key] = _without_mrope(found[key])
         return {**found, _TIED: self.config[_TIED]}
+
+    def is_tied(self) -> bool:
+        """Return whether the output head is the token embedding, unless the files have a head."""
+        return self.config[_TIED] is True
 
     def with_tied(self, tied: bool) -> Whole:
         """Return the same model with this tie_word_embeddings in its config.json."""
@@ -117,12 +122,34 @@ def find_whole(raw: Mapping[str, Any], *, where: str) -> Whole | None:
             f"{where}: text_config {found_text}: model_type {shown(kind)} needs an object with the "
             "text model's sizes. Use a folder with the model's own config.json."
         )
-    found = [each[_TIED] for each in (raw, text or {}) if isinstance(each.get(_TIED), bool)]
-    tied = (*found, known.tied)[0]
-    whole = Whole(config=_with_tied(raw, tied), is_tied_explicitly=True in found[:1], type=known)
+    tied, is_explicit = _read_tied(raw, known)
+    config = {key: each for key, each in raw.items() if key != known.tied_key}
+    whole = Whole(config=_with_tied(config, tied), is_tied_explicitly=is_explicit, type=known)
     if not known.scales_logits:
         _require_plain_logits(whole.text_config(), where=where)
     return whole
+
+
+def _read_tied(raw: Mapping[str, Any], known: WholeType) -> tuple[bool, bool]:
+    """Return whether transformers ties the output head, and whether config.json says so explicitly.
+
+    If a key is false and another one is true, neither is explicit.
+    """
+    text = {} if known.is_flat else raw.get("text_config") or {}
+    kind = text.get("model_type") or known.text_type
+    top = raw.get(known.tied_key or _TIED, raw.get(_TIED))
+    given = {"top": top, "text": text.get(_TIED)}
+    found = {key: each for key, each in given.items() if isinstance(each, bool)}
+    read = found | {
+        key: default
+        for key, default in (("top", known.tied), ("text", str(kind) in TIED_TEXT_TYPES))
+        if key not in found
+    }
+    if known.is_flat:
+        del read["text"]
+    used = {"top": ["top"], "text": ["text"], "either": [*read], "never": []}[known.ties]
+    tied = any(read[key] for key in used)
+    return tied, tied and set(found.values()) == {True}
 
 
 def _require_plain_logits(text: Mapping[str, Any], *, where: str) -> None:

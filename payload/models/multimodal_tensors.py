@@ -119,11 +119,11 @@ def model_headers(folder: Path) -> dict[str, TensorHeader]:
 def with_tensors(whole: Whole, tensors: WholeTensors) -> Whole:
     """Return the multimodal model with its parts counted.
 
-    Without an output head in the files, the head is the token embedding. With an output head, the
-    two are tied only if config.json sets tie_word_embeddings, which loading verifies.
+    If the files have an output head, it is tied to the token embedding only if config.json says so
+    explicitly, which loading verifies. As in transformers, a type's default then has no effect.
     """
     has_head = any(name.startswith("lm_head.") for name in tensors.text)
-    tied = whole.is_tied_explicitly or not has_head
+    tied = whole.is_tied_explicitly or (whole.is_tied() and not has_head)
     parts, left_out = _parts(tensors.copied), len(tensors.left_out)
     return replace(whole.with_tied(tied), parts=parts, left_out=left_out)
 
