@@ -17,6 +17,7 @@ from payload.models.multimodal_types import (
     TextType,
     WholeType,
 )
+from payload.models.unread_features import refuse_ignored
 
 _TIED = "tie_word_embeddings"
 _NOT_TEXT = ("architectures", "auto_map", "audio_config", "text_config", "vision_config")
@@ -53,9 +54,7 @@ class Whole:
             found = {key: each for key, each in self.config.items() if key not in _NOT_TEXT}
         else:
             found = dict(self.config.get("text_config") or {})
-        kind = found.get("model_type")
-        if self.type.is_flat or kind is None:
-            kind = self.type.text_type
+        kind = self.text_type()
         known = TEXT_TYPES.get(kind, TextType(model_type=kind)) if isinstance(kind, str) else None
         if known is not None:
             defaults = {**known.defaults, **self.type.defaults}
@@ -64,6 +63,11 @@ class Whole:
             if isinstance(found.get(key), Mapping):
                 found[key] = _without_mrope(found[key])
         return {**found, _TIED: self.config[_TIED]}
+
+    def text_type(self) -> object:
+        """Return the text model's model_type in config.json, or the default of the whole model."""
+        text = None if self.type.is_flat else self.config.get("text_config")
+        return (text or {}).get("model_type") or self.type.text_type
 
     def is_tied(self) -> bool:
         """Return whether the output head is the token embedding, unless the files have a head."""
@@ -106,8 +110,8 @@ class Whole:
 def find_whole(raw: Mapping[str, Any], *, where: str) -> Whole | None:
     """Return the multimodal model that a config.json describes; None for other models.
 
-    Raises CheckpointError, naming `where`, without a text_config, and for a text model whose logits
-    differ from those of the whole model.
+    Raises CheckpointError, naming `where`, without a text_config, and for a text model that
+    computes something else than the whole model.
     """
     kind = raw.get("model_type")
     known = WHOLE_TYPES.get(kind) if isinstance(kind, str) else None
@@ -125,6 +129,10 @@ def find_whole(raw: Mapping[str, Any], *, where: str) -> Whole | None:
     tied, is_explicit = _read_tied(raw, known)
     config = {key: each for key, each in raw.items() if key != known.tied_key}
     whole = Whole(config=_with_tied(config, tied), is_tied_explicitly=is_explicit, type=known)
+    kind = whole.text_type()
+    if isinstance(kind, str) and kind in TEXT_TYPES:
+        place, read = f"{where}: text_config", whole.text_config()
+        refuse_ignored(read, TEXT_TYPES[kind].unread, kind=kind, where=place)
     if not known.scales_logits:
         _require_plain_logits(whole.text_config(), where=where)
     return whole

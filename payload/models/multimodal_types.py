@@ -119,6 +119,8 @@ class TextType:
     """The model type with the same computation on text."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values that config.json may omit and that differ from the defaults of `model_type`."""
+    unread: tuple[str, ...] = ()
+    """Keys that switch on a feature of `model_type` and that the multimodal model ignores."""
 
 
 _QWEN2_VL = TextType(
@@ -157,6 +159,7 @@ TEXT_TYPES: Mapping[str, TextType] = {
             **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32},
             **{"max_position_embeddings": 128_000, "rope_theta": 5e5, "head_dim": 128},
         },
+        unread=("use_sliding_window",),
     ),
 }
 """Text models by their model_type in a multimodal config.json. A type that is not listed is used

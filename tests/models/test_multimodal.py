@@ -129,6 +129,23 @@ def test_the_files_decide_whether_the_output_head_of_a_type_that_ties_is_tied(
     assert spec_of(tied.whole.config, where="test").is_tied()
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_a_window_that_qwen3_vl_ignores_is_refused(value: bool, folder: Path) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    window = {"use_sliding_window": value, "sliding_window": 4, "max_window_layers": 0}
+    change_config(folder, text_config={**raw["text_config"], **window})
+    if value:
+        words = "text_config: use_sliding_window = True: transformers ignores this key for model_"
+        with pytest.raises(CheckpointError, match=words):
+            load(folder)
+        return
+    theirs, ours = load_whole(folder, dtype=torch.float32), load(folder).eval()
+    tokens = torch.arange(40).reshape(2, 20)
+    with torch.no_grad():
+        logits = ours.logits(ours.hidden(tokens))
+        torch.testing.assert_close(logits, theirs(input_ids=tokens).logits, rtol=0, atol=1e-5)
+
+
 def tie(folder: Path, top: bool | None, text: bool | None) -> None:
     """Write both values of tie_word_embeddings to config.json; None leaves the key out."""
     raw = json.loads((folder / "config.json").read_text())
