@@ -356,6 +356,10 @@ class ModelSpec(ABC):
         """Return why the vocabulary cannot grow, or None if it can."""
         return None
 
+    def why_not_packed(self) -> str | None:
+        """Return why a block should hold only one conversation, or None if it can hold several."""
+        return None
+
     def why_not_tensor(self, ranks: int) -> str | None:
         """Return why `ranks` ranks cannot split each layer, or None if they can."""
         del ranks

@@ -31,6 +31,7 @@ from payload.models.spec import (
 )
 from payload.models.transformers.causal_types import CAUSAL_TYPES
 from payload.models.transformers.ignored_tensors import ignored_tensors
+from payload.models.transformers.separated_documents import SEPARATING_TYPES
 
 _FIX = "Use a folder in the Hugging Face layout, with its own config.json."
 _BUFFER = re.compile(
@@ -163,6 +164,15 @@ class OtherSpec(ModelSpec):
     def why_fixed_vocabulary(self) -> str | None:
         """Return why the vocabulary cannot grow, or None if it can."""
         return why_fixed_vocabulary(self.config)
+
+    def why_not_packed(self) -> str | None:
+        """Return why a block should hold only one conversation, or None if it can hold several."""
+        if self.model_type in SEPARATING_TYPES:
+            return None
+        return (
+            f"transformers' layers of model_type {self.model_type!r} may mix the conversations of "
+            "a block"
+        )
 
     def context(self) -> int:
         """Return the longest context of the weights in tokens; if unknown, `sequence_length`."""
