@@ -191,6 +191,34 @@ def test_the_output_head_is_tied_where_transformers_ties_it(
         torch.testing.assert_close(found_logits, wanted, rtol=0, atol=1e-5, msg=where)
 
 
+@pytest.mark.parametrize("value", [True, False])
+def test_the_other_name_of_the_key_takes_precedence(value: bool, tmp_path: Path) -> None:
+    make_whole("LFM2VL", tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    change_config(tmp_path, tie_embedding=value, tie_word_embeddings=not value)
+    _, found = load_whole(tmp_path, output_loading_info=True)
+    assert bool(found["missing_keys"]) == (not value)
+    spec = read_spec(tmp_path)
+    assert spec.is_tied() == value
+    assert spec.whole is not None and "tie_embedding" not in spec.whole.config
+    if not value:
+        with pytest.raises(CheckpointError, match=r"missing \(first: lm_head\.weight\)"):
+            load(tmp_path)
+
+
+def test_a_quantization_config_in_text_config_is_read_unless_the_top_has_one(folder: Path) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    text = {**raw["text_config"], "quantization_config": {"quant_method": "hqq"}}
+    for top in (None, {}):
+        change_config(folder, text_config=text, quantization_config=top)
+        words = r"config\.json: text_config: quantization_config: quant_method = 'hqq'"
+        with pytest.raises(CheckpointError, match=words):
+            read_spec(folder)
+    change_config(folder, text_config=text, quantization_config={"quant_method": "fp8"})
+    spec = read_spec(folder)
+    assert spec.whole is not None and "quant" not in json.dumps(dict(spec.whole.config))
+
+
 def test_the_text_types_that_tie_by_default_are_those_of_transformers() -> None:
     from transformers import CONFIG_MAPPING
 
