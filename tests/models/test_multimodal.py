@@ -209,7 +209,8 @@ def test_the_other_name_of_the_key_takes_precedence(value: bool, tmp_path: Path)
 def test_a_quantization_config_in_text_config_is_read_unless_the_top_has_one(folder: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
     text = {**raw["text_config"], "quantization_config": {"quant_method": "hqq"}}
-    for top in (None, {}):
+    empty: tuple[dict[str, Any] | None, ...] = (None, {})
+    for top in empty:
         change_config(folder, text_config=text, quantization_config=top)
         words = r"config\.json: text_config: quantization_config: quant_method = 'hqq'"
         with pytest.raises(CheckpointError, match=words):
