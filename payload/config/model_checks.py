@@ -65,6 +65,13 @@ def require_fit(
             f"model.init = {init!r}: the vocabulary of a multimodal checkpoint cannot grow. "
             "Prepare the data without --add-special-tokens."
         )
+    fixed = spec.why_fixed_vocabulary()
+    if fixed is not None and new_tokens and vocab_size and spec.vocab_size < vocab_size:
+        raise CheckpointError(
+            f"model.init = {init!r}: its vocabulary of {spec.vocab_size:,} tokens cannot grow to "
+            f"the {vocab_size:,} of the data: {fixed}. Prepare the data without "
+            "--add-special-tokens."
+        )
     reason = spec.why_not_quantized()
     if config.model.quantize != "none" and reason is not None:
         raise CheckpointError(

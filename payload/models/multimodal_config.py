@@ -12,10 +12,12 @@ from payload.models.multimodal_types import (
     LOGIT_DEFAULTS,
     LOGIT_KEYS,
     TEXT_TYPES,
+    TIED_TEXT_TYPES,
     WHOLE_TYPES,
     TextType,
     WholeType,
 )
+from payload.models.unread_features import refuse_ignored
 
 _TIED = "tie_word_embeddings"
 _NOT_TEXT = ("architectures", "auto_map", "audio_config", "text_config", "vision_config")
@@ -40,6 +42,8 @@ class Whole:
     """The config.json that was read, with an explicit tie_word_embeddings."""
     parts: tuple[CopiedPart, ...] = ()
     """The parts that are copied; empty while the tensors are unknown."""
+    left_out: int = 0
+    """Number of tensors of quantised MTP layers, which checkpoints do not contain."""
     is_tied_explicitly: bool = False
     """True if config.json sets tie_word_embeddings to true."""
     type: WholeType = field(default_factory=WholeType)
@@ -50,9 +54,7 @@ class Whole:
             found = {key: each for key, each in self.config.items() if key not in _NOT_TEXT}
         else:
             found = dict(self.config.get("text_config") or {})
-        kind = found.get("model_type")
-        if self.type.is_flat or kind is None:
-            kind = self.type.text_type
+        kind = self.text_type()
         known = TEXT_TYPES.get(kind, TextType(model_type=kind)) if isinstance(kind, str) else None
         if known is not None:
             defaults = {**known.defaults, **self.type.defaults}
@@ -61,6 +63,15 @@ class Whole:
             if isinstance(found.get(key), Mapping):
                 found[key] = _without_mrope(found[key])
         return {**found, _TIED: self.config[_TIED]}
+
+    def text_type(self) -> object:
+        """Return the text model's model_type in config.json, or the default of the whole model."""
+        text = None if self.type.is_flat else self.config.get("text_config")
+        return (text or {}).get("model_type") or self.type.text_type
+
+    def is_tied(self) -> bool:
+        """Return whether the output head is the token embedding, unless the files have a head."""
+        return self.config[_TIED] is True
 
     def with_tied(self, tied: bool) -> Whole:
         """Return the same model with this tie_word_embeddings in its config.json."""
@@ -87,14 +98,20 @@ class Whole:
         if not self.parts:
             return None
         sizes = ", ".join(f"{each.name} {each.params:,} parameters" for each in self.parts)
-        return f"{sizes}: not trained, kept unchanged"
+        kept = f"{sizes}: not trained, kept unchanged"
+        if not self.left_out:
+            return kept
+        return (
+            f"{kept}; {self.left_out} tensors of mtp (quantised): transformers does not read them, "
+            "and checkpoints leave them out"
+        )
 
 
 def find_whole(raw: Mapping[str, Any], *, where: str) -> Whole | None:
     """Return the multimodal model that a config.json describes; None for other models.
 
-    Raises CheckpointError, naming `where`, without a text_config, and for a text model whose logits
-    differ from those of the whole model.
+    Raises CheckpointError, naming `where`, without a text_config, and for a text model that
+    computes something else than the whole model.
     """
     kind = raw.get("model_type")
     known = WHOLE_TYPES.get(kind) if isinstance(kind, str) else None
@@ -109,12 +126,38 @@ def find_whole(raw: Mapping[str, Any], *, where: str) -> Whole | None:
             f"{where}: text_config {found_text}: model_type {shown(kind)} needs an object with the "
             "text model's sizes. Use a folder with the model's own config.json."
         )
-    found = [each[_TIED] for each in (raw, text or {}) if isinstance(each.get(_TIED), bool)]
-    tied = (*found, known.tied)[0]
-    whole = Whole(config=_with_tied(raw, tied), is_tied_explicitly=True in found[:1], type=known)
+    tied, is_explicit = _read_tied(raw, known)
+    config = {key: each for key, each in raw.items() if key != known.tied_key}
+    whole = Whole(config=_with_tied(config, tied), is_tied_explicitly=is_explicit, type=known)
+    kind = whole.text_type()
+    if isinstance(kind, str) and kind in TEXT_TYPES:
+        place, read = f"{where}: text_config", whole.text_config()
+        refuse_ignored(read, TEXT_TYPES[kind].unread, kind=kind, where=place)
     if not known.scales_logits:
         _require_plain_logits(whole.text_config(), where=where)
     return whole
+
+
+def _read_tied(raw: Mapping[str, Any], known: WholeType) -> tuple[bool, bool]:
+    """Return whether transformers ties the output head, and whether config.json says so explicitly.
+
+    If a key is false and another one is true, neither is explicit.
+    """
+    text = {} if known.is_flat else raw.get("text_config") or {}
+    kind = text.get("model_type") or known.text_type
+    top = raw.get(known.tied_key or _TIED, raw.get(_TIED))
+    given = {"top": top, "text": text.get(_TIED)}
+    found = {key: each for key, each in given.items() if isinstance(each, bool)}
+    read = found | {
+        key: default
+        for key, default in (("top", known.tied), ("text", str(kind) in TIED_TEXT_TYPES))
+        if key not in found
+    }
+    if known.is_flat:
+        del read["text"]
+    used = {"top": ["top"], "text": ["text"], "either": [*read], "never": []}[known.ties]
+    tied = any(read[key] for key in used)
+    return tied, tied and set(found.values()) == {True}
 
 
 def _require_plain_logits(text: Mapping[str, Any], *, where: str) -> None:

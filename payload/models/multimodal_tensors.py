@@ -17,6 +17,9 @@ from payload.models.multimodal_config import CopiedPart, Whole, find_whole
 _BODIES = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
 """Prefixes of the text model's tensors in files, instead of `model.`."""
 _HEADS = ("language_model.lm_head.", "lm_head.")
+_MTP = "mtp."
+"""Prefix of the layers that predict further tokens (multi-token prediction). transformers does not
+read them."""
 _EMBEDDING = "embed_tokens.weight"
 _PLAIN_PARTS = frozenset({"embed_tokens", "layers", "norm"})
 """Names of the text model's parts after the prefix `model.`. Parts of other models have the same
@@ -54,21 +57,27 @@ class WholeTensors:
     text: Mapping[str, TensorHeader]
     """The tensors of the text model by their names in the text model."""
     copied: Mapping[str, TensorHeader]
-    """All other tensors by their names in the files."""
+    """All other tensors by their names in the files, without those in `left_out`."""
+    left_out: frozenset[str] = frozenset()
+    """Names in the files of quantised MTP layers, which predict further tokens."""
 
 
 def split_tensors(headers: Mapping[str, TensorHeader], *, where: str) -> WholeTensors:
     """Divide a multimodal checkpoint's tensors into the text model's and all others.
 
-    Raises CheckpointError, naming `where`, if the text model or all other parts are missing, or if
-    weights outside the text model are quantised.
+    If one of the MTP layers is quantised, all of them are left out. Raises CheckpointError, naming
+    `where`, if the text model or all other parts are missing, or if other weights outside the text
+    model are quantised.
     """
     names = _text_names(headers, where=where)
+    left_out = _quantised_mtp(headers)
     text, copied = {}, {}
     for name, header in headers.items():
         own = names.text_name(name)
         if own is not None:
             text[own] = header
+        elif name in left_out:
+            continue
         elif isinstance(header, StoredWeight):
             raise CheckpointError(
                 f"{where}: {name} is quantised, but is no part of the text model. Use a checkpoint "
@@ -81,7 +90,18 @@ def split_tensors(headers: Mapping[str, TensorHeader], *, where: str) -> WholeTe
             f"{where}: has no tensor outside the text model, but its {CONFIG_FILE} describes a "
             f"multimodal model. Use the complete checkpoint, or the text model's own {CONFIG_FILE}."
         )
-    return WholeTensors(names=names, text=text, copied=copied)
+    return WholeTensors(names=names, text=text, copied=copied, left_out=left_out)
+
+
+def _quantised_mtp(headers: Mapping[str, TensorHeader]) -> frozenset[str]:
+    """Return the names of all MTP tensors if one is quantised; otherwise nothing.
+
+    A checkpoint's config.json has no quantization_config, so its readers could not use the bytes of
+    quantised weights.
+    """
+    found = {name: each for name, each in headers.items() if name.startswith(_MTP)}
+    is_quantised = any(isinstance(each, StoredWeight) for each in found.values())
+    return frozenset(found if is_quantised else ())
 
 
 def model_headers(folder: Path) -> dict[str, TensorHeader]:
@@ -99,12 +119,13 @@ def model_headers(folder: Path) -> dict[str, TensorHeader]:
 def with_tensors(whole: Whole, tensors: WholeTensors) -> Whole:
     """Return the multimodal model with its parts counted.
 
-    Without an output head in the files, the head is the token embedding. With an output head, the
-    two are tied only if config.json sets tie_word_embeddings, which loading verifies.
+    If the files have an output head, it is tied to the token embedding only if config.json says so
+    explicitly, which loading verifies. As in transformers, a type's default then has no effect.
     """
     has_head = any(name.startswith("lm_head.") for name in tensors.text)
-    tied = whole.is_tied_explicitly or not has_head
-    return replace(whole.with_tied(tied), parts=_parts(tensors.copied))
+    tied = whole.is_tied_explicitly or (whole.is_tied() and not has_head)
+    parts, left_out = _parts(tensors.copied), len(tensors.left_out)
+    return replace(whole.with_tied(tied), parts=parts, left_out=left_out)
 
 
 def _text_names(names: Iterable[str], *, where: str) -> TextNames:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+Ties = Literal["top", "text", "either", "never"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +21,12 @@ class WholeType:
     head: str = "lm_head"
     """Path of the output head in the whole model; `lm_head` in the text model alone."""
     tied: bool = False
-    """The default of tie_word_embeddings."""
+    """The default of tie_word_embeddings at the top of config.json."""
+    ties: Ties = "top"
+    """Which tie_word_embeddings decides whether the output head is the token embedding: the one at
+    the top of config.json or that of text_config, `either` if it is true, or `never` any."""
+    tied_key: str | None = None
+    """Another name of tie_word_embeddings, which takes precedence at the top of config.json."""
     is_flat: bool = False
     """True if the text model's keys are at the top of config.json, not in text_config."""
     was_flat: bool = False
@@ -39,23 +46,27 @@ WHOLE_TYPES: Mapping[str, WholeType] = {
     "gemma4": WholeType(tied=True, text_type="gemma4_text", scales_logits=True),
     "idefics3": WholeType(body="model.text_model.", text_type="llama"),
     "internvl": WholeType(tied=True, text_type="qwen2"),
-    "lfm2_vl": WholeType(tied=True, text_type="lfm2"),
+    "lfm2_vl": WholeType(tied=True, tied_key="tie_embedding", text_type="lfm2"),
     "llama4": WholeType(
-        body="language_model.model.", head="language_model.lm_head", text_type="llama4_text"
+        body="language_model.model.",
+        head="language_model.lm_head",
+        ties="text",
+        text_type="llama4_text",
     ),
-    "llava": WholeType(text_type="llama"),
+    "llava": WholeType(ties="either", text_type="llama"),
     "llava_next": WholeType(text_type="llama"),
-    "llava_onevision": WholeType(text_type="qwen2"),
+    "llava_onevision": WholeType(ties="either", text_type="qwen2"),
     "mistral3": WholeType(tied=True, text_type="mistral"),
     "phi4_multimodal": WholeType(body="model.", is_flat=True, text_type="phi3"),
-    "qwen2_5_vl": WholeType(text_type="qwen2_5_vl_text", was_flat=True),
-    "qwen2_audio": WholeType(text_type="qwen2"),
-    "qwen2_vl": WholeType(text_type="qwen2_vl_text", was_flat=True),
+    "qwen2_5_vl": WholeType(ties="either", text_type="qwen2_5_vl_text", was_flat=True),
+    "qwen2_audio": WholeType(ties="never", text_type="qwen2"),
+    "qwen2_vl": WholeType(ties="either", text_type="qwen2_vl_text", was_flat=True),
     "qwen3_5": WholeType(text_type="qwen3_5_text"),
     "qwen3_5_moe": WholeType(text_type="qwen3_5_moe_text"),
     "qwen3_vl": WholeType(text_type="qwen3_vl_text"),
     "smolvlm": WholeType(body="model.text_model.", text_type="llama"),
     "voxtral": WholeType(
+        ties="never",
         text_type="llama",
         defaults={
             **{"vocab_size": 131_072, "hidden_size": 3072, "intermediate_size": 8192},
@@ -67,6 +78,22 @@ WHOLE_TYPES: Mapping[str, WholeType] = {
 """The types, by the model_type of config.json."""
 
 
+# fmt: off
+TIED_TEXT_TYPES = frozenset({
+    "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot",
+    "blenderbot-small", "bloom", "camembert", "cohere", "cohere2", "cohere2_moe",
+    "cohere_compass_text", "cpmant", "ctrl", "data2vec-text", "electra", "ernie", "ernie4_5",
+    "ernie4_5_moe", "falcon", "falcon_mamba", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
+    "gemma4_text", "gemma4_unified_assistant", "gemma4_unified_text", "gpt-sw3", "gpt2",
+    "gpt_bigcode", "gpt_neo", "gpt_neox_japanese", "granite_swa", "jetmoe", "lfm2", "lfm2_moe",
+    "lfm3", "mamba", "marian", "mbart", "megatron-bert", "minicpm3", "modernbert-decoder", "mpt",
+    "mvp", "openai-gpt", "opt", "pegasus", "plbart", "prophetnet", "recurrent_gemma", "roberta",
+    "roberta-prelayernorm", "roc_bert", "roformer", "smollm3", "starcoder2", "trocr",
+    "vaultgemma", "whisper", "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod",
+    "youtu", "zamba", "zamba2", "zaya",
+})
+# fmt: on
+"""Text types for which tie_word_embeddings is true by default."""
 LOGIT_KEYS: Mapping[str, float | None] = {
     "final_logit_softcapping": None,
     "lm_head_multiplier": 1.0,
@@ -92,6 +119,8 @@ class TextType:
     """The model type with the same computation on text."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values that config.json may omit and that differ from the defaults of `model_type`."""
+    unread: tuple[str, ...] = ()
+    """Keys that switch on a feature of `model_type` and that the multimodal model ignores."""
 
 
 _QWEN2_VL = TextType(
@@ -130,6 +159,7 @@ TEXT_TYPES: Mapping[str, TextType] = {
             **{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32},
             **{"max_position_embeddings": 128_000, "rope_theta": 5e5, "head_dim": 128},
         },
+        unread=("use_sliding_window",),
     ),
 }
 """Text models by their model_type in a multimodal config.json. A type that is not listed is used

@@ -350,6 +350,14 @@ class ModelSpec(ABC):
         """Return why the layers' linears cannot have 4 bits, or None if they can."""
         return None
 
+    def why_fixed_vocabulary(self) -> str | None:
+        """Return why the vocabulary cannot grow, or None if it can."""
+        return None
+
+    def why_not_packed(self) -> str | None:
+        """Return why a block should hold only one conversation, or None if it can hold several."""
+        return None
+
     def why_not_tensor(self, ranks: int) -> str | None:
         """Return why `ranks` ranks cannot split each layer, or None if they can."""
         del ranks

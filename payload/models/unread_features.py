@@ -6,7 +6,7 @@ features that leave the tensors' shapes unchanged are listed: others are found i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from payload.core.errors import CheckpointError
@@ -57,7 +57,12 @@ def require_read_features(raw: Mapping[str, Any], *, where: str) -> None:
     ignored = [key for key, readers in READERS.items() if kind not in readers]
     if kind in WITHOUT_ROTARY:
         ignored.append("rotary")
-    for key in ignored:
+    refuse_ignored(raw, ignored, kind=kind, where=where)
+
+
+def refuse_ignored(raw: Mapping[str, Any], keys: Iterable[str], *, kind: str, where: str) -> None:
+    """Raise CheckpointError if one of `keys`, which transformers ignores for `kind`, is on."""
+    for key in keys:
         value = raw.get(key)
         if value not in _OFF and value != _NEUTRAL.get(key):
             raise CheckpointError(

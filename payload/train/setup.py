@@ -32,8 +32,10 @@ from payload.formats.data_folder import TRAIN_NAME, DataMeta, describe_new_rows
 from payload.formats.hf_folder import CONFIG_FILE, read_config, read_generation_file
 from payload.formats.quantized.weight_headers import stored_format
 from payload.formats.tokenizer_identity import folder_identity, is_tokenizer_of
+from payload.models.multimodal_tensors import model_headers
 from payload.models.registry import read_spec, spec_of
 from payload.models.spec import ModelSpec
+from payload.models.transformers.ignored_tensors import describe_ignored, ignored_tensors
 from payload.run_record.run_files import RunPaths, require_own_folders
 from payload.run_record.run_identity import checkpoint_identity, known_identity
 from payload.train.checkpoints.checkpoint import (
@@ -330,6 +332,8 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
             log.info(f"weights   {stored}")
         if spec.whole is not None:
             log.info(f"weights   {spec.whole.note()}")
+        if ignored := _ignored_note(spec, described):
+            log.info(f"weights   {ignored}")
         if note := unused_settings(spec, config):
             log.info(note)
         if model is not None:
@@ -350,6 +354,14 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
         model.add_tokens(new[0], new[-1] + 1)
         model.new_rows = new[0], new[-1] + 1
     return model
+
+
+def _ignored_note(spec: ModelSpec, folder: Path) -> str | None:
+    """Return a line on tensors of the text model that transformers does not read, or None."""
+    names = model_headers(folder)
+    return describe_ignored(
+        ignored_tensors(names, model_type=spec.model_type, layers=spec.num_layers())
+    )
 
 
 def _described(folder: Path) -> Mapping[str, object]:

@@ -13,21 +13,28 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from benchmarks.architecture_cases import make_folder
 from payload.config.run_config import load_run_config
-from payload.core.errors import ExitCode
+from payload.core.errors import ConfigError, ExitCode
 from payload.data.__main__ import main as data
+from payload.data.reading.packed_blocks import open_packed
 from payload.finetune.__main__ import main
+from payload.formats.data_folder import load_meta
 from payload.orchestrate.__main__ import main as orchestrate
 from payload.run_record.report_and_samples_process import add_samples
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_samples import read_samples
-from tests.support.chat_data import conversations, make_model, write_rows
+from payload.train.models.loading import load
+from tests.model_classes.cases import CASES as CLASSES
+from tests.support.chat_data import conversations, make_model, make_tokenizer, write_rows
 from tests.support.launching import REPO, rank_env
 from tests.support.machine_speed import plant_speed
 from tests.support.waiting import DEADLINE_S, wait_until
@@ -110,6 +117,47 @@ def test_a_dry_run_prints_everything_and_writes_nothing(
     assert 'micro_batch_size = "auto"' in out
     assert "payload.data prepare --task chat" in out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.usefixtures("in_process")
+def test_a_model_whose_layers_mix_conversations_gets_one_in_each_block(
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plant_speed(tmp_path_factory.mktemp("speed"), monkeypatch)
+    raw = {**CLASSES["DeepseekV4"].config(), "vocab_size": 304, "pad_token_id": None}
+    base = make_tokenizer(tmp_path / "model")
+    make_folder(raw | {"max_position_embeddings": 512}, base)
+    rows = write_rows(tmp_path / "a.jsonl", [{"messages": each} for each in conversations(60)])
+    words = command(tmp_path, "--data", rows, "--dry-run")[3:]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    reason = "transformers' layers of model_type 'deepseek_v4' may mix the conversations of a block"
+    assert f"        one conversation a block, because {reason}\n" in out
+    line = next(each for each in out.splitlines() if " -m payload.data prepare " in each)
+    prepare = shlex.split(line.partition(" -m payload.data ")[2])
+    assert prepare[prepare.index("--packing") + 1] == "none"
+    packed = ["best-fit" if each == "none" else each for each in prepare]
+    model = load(base)
+    for name, arguments in (("none", prepare), ("packed", packed)):
+        folder = tmp_path / name
+        assert data([*arguments, "--quiet", "--out", str(folder)]) == 0
+        record = load_meta(folder).chat
+        assert record is not None
+        length = record.sequence_length
+        blocks = open_packed(folder, split="train", sequence_length=length)
+        refused = nullcontext() if name == "none" else pytest.raises(ConfigError)
+        with refused as error:
+            model.token_losses(*blocks.gather(np.arange(2)))
+        assert error is None or "Prepare the data with --packing none" in str(error.value)
+    # A packing on the command line is kept.
+    assert main([*words, "--packing", "best-fit"]) == 0
+    out = capsys.readouterr().out
+    assert "--packing best-fit" in out and "one conversation a block" not in out
 
 
 @pytest.mark.processes

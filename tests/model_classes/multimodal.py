@@ -261,12 +261,15 @@ def whole_class(config: Any) -> Any:
 
 
 def load_whole(folder: Path, **options: Any) -> Any:
-    """Return the model in `folder` in the class that its config.json names."""
+    """Return the model in `folder` in the class that its config.json names.
+
+    With `output_loading_info`, also return what transformers reports about the tensors.
+    """
     import transformers
 
     (named,) = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
     loaded: Any = getattr(transformers, named).from_pretrained(folder, **options)
-    return loaded.eval()
+    return loaded if options.get("output_loading_info") else loaded.eval()
 
 
 def text_parameters(model: Any) -> list[torch.nn.Parameter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -16,10 +17,13 @@ from payload.config.model_checks import require_fit
 from payload.config.run_config import load_run_config
 from payload.core.errors import CheckpointError
 from payload.models.multimodal_config import find_whole
-from payload.models.multimodal_types import TEXT_TYPES, WHOLE_TYPES
+from payload.models.multimodal_types import TEXT_TYPES, TIED_TEXT_TYPES, WHOLE_TYPES
 from payload.models.registry import read_spec, spec_of
+from payload.models.transformers.causal_types import CAUSAL_TYPES
 from payload.orchestrate.__main__ import main as orchestrate
-from tests.model_classes.multimodal import WHOLE_CASES, make_whole, text_parameters
+from payload.train.models.loading import load
+from tests.model_classes.cases import VOCABULARY
+from tests.model_classes.multimodal import WHOLE_CASES, load_whole, make_whole, text_parameters
 
 
 @pytest.fixture(scope="module")
@@ -107,18 +111,125 @@ def test_the_sizes_that_config_json_omits_are_those_of_transformers() -> None:
     assert (spec.vocab_size, spec.num_heads(), spec.is_tied()) == (262_208, 8, True)
 
 
-def test_the_files_decide_whether_the_output_head_is_tied(folder: Path) -> None:
-    change_config(folder, tie_word_embeddings=None)
-    untied = read_spec(folder)
+def test_the_files_decide_whether_the_output_head_of_a_type_that_ties_is_tied(
+    tmp_path: Path,
+) -> None:
+    make_whole("Mistral3, Ministral3", tmp_path)
+    change_config(tmp_path, tie_word_embeddings=None)
+    untied = read_spec(tmp_path)
     assert not untied.is_tied()
-    stored = load_file(folder / "model.safetensors")
-    head = stored.pop("lm_head.weight")
-    save_file(stored, folder / "model.safetensors")
-    tied = read_spec(folder)
+    stored = load_file(tmp_path / "model.safetensors")
+    (name,) = (each for each in stored if each.endswith("lm_head.weight"))
+    head = stored.pop(name)
+    save_file(stored, tmp_path / "model.safetensors")
+    tied = read_spec(tmp_path)
     assert tied.is_tied() and tied.num_params() == untied.num_params() - head.numel()
     assert tied.whole is not None and tied.whole.config["tie_word_embeddings"] is True
     # Other ranks build the model from this config.json alone.
     assert spec_of(tied.whole.config, where="test").is_tied()
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_window_that_qwen3_vl_ignores_is_refused(value: bool, folder: Path) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    window = {"use_sliding_window": value, "sliding_window": 4, "max_window_layers": 0}
+    change_config(folder, text_config={**raw["text_config"], **window})
+    if value:
+        words = "text_config: use_sliding_window = True: transformers ignores this key for model_"
+        with pytest.raises(CheckpointError, match=words):
+            load(folder)
+        return
+    theirs, ours = load_whole(folder, dtype=torch.float32), load(folder).eval()
+    tokens = torch.arange(40).reshape(2, 20)
+    with torch.no_grad():
+        logits = ours.logits(ours.hidden(tokens))
+        torch.testing.assert_close(logits, theirs(input_ids=tokens).logits, rtol=0, atol=1e-5)
+
+
+def tie(folder: Path, top: bool | None, text: bool | None) -> None:
+    """Write both values of tie_word_embeddings to config.json; None leaves the key out."""
+    raw = json.loads((folder / "config.json").read_text())
+    for part, value in ((raw, top), (raw["text_config"], text)):
+        part.pop("tie_word_embeddings", None)
+        if value is not None:
+            part["tie_word_embeddings"] = value
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize("has_head", [True, False], ids=["a head", "no head"])
+@pytest.mark.parametrize(
+    "name", ["Llama4", "Llava", "LlavaOnevision", "LFM2VL", "Qwen2VL", "Qwen3VL", "Voxtral"]
+)
+def test_the_output_head_is_tied_where_transformers_ties_it(
+    name: str, has_head: bool, tmp_path: Path
+) -> None:
+    make_whole(name, tmp_path, tie_word_embeddings=False)
+    path, tokens = tmp_path / "model.safetensors", torch.arange(24).reshape(2, 12)
+    stored = load_file(path)
+    if "lm_head.weight" not in stored and "language_model.lm_head.weight" not in stored:
+        stored["lm_head.weight"] = torch.randn(VOCABULARY, 32)
+    kept = {key: each for key, each in stored.items() if has_head or "lm_head" not in key}
+    save_file(kept, path, metadata={"format": "pt"})
+    for top, text in itertools.product((None, False, True), repeat=2):
+        tie(tmp_path, top, text)
+        theirs, found = load_whole(tmp_path, dtype=torch.float32, output_loading_info=True)
+        where = f"top {top}, text_config {text}"
+        if found["missing_keys"]:
+            with pytest.raises(CheckpointError, match=r"missing \(first: lm_head\.weight\)"):
+                load(tmp_path)
+            continue
+        try:
+            model = load(tmp_path).eval()
+        except CheckpointError as error:
+            # transformers does not tie heads that differ, with a warning.
+            assert has_head and "true, but lm_head.weight differs from" in str(error), where
+            assert top is not False and text is not False, where
+            continue
+        with torch.no_grad():
+            wanted = theirs.eval()(input_ids=tokens).logits
+            found_logits = model.logits(model.hidden(tokens))
+        torch.testing.assert_close(found_logits, wanted, rtol=0, atol=1e-5, msg=where)
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_the_other_name_of_the_key_takes_precedence(value: bool, tmp_path: Path) -> None:
+    make_whole("LFM2VL", tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    change_config(tmp_path, tie_embedding=value, tie_word_embeddings=not value)
+    _, found = load_whole(tmp_path, output_loading_info=True)
+    assert bool(found["missing_keys"]) == (not value)
+    spec = read_spec(tmp_path)
+    assert spec.is_tied() == value
+    assert spec.whole is not None and "tie_embedding" not in spec.whole.config
+    if not value:
+        with pytest.raises(CheckpointError, match=r"missing \(first: lm_head\.weight\)"):
+            load(tmp_path)
+
+
+def test_a_quantization_config_in_text_config_is_read_unless_the_top_has_one(folder: Path) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    text = {**raw["text_config"], "quantization_config": {"quant_method": "hqq"}}
+    empty: tuple[dict[str, Any] | None, ...] = (None, {})
+    for top in empty:
+        change_config(folder, text_config=text, quantization_config=top)
+        words = r"config\.json: text_config: quantization_config: quant_method = 'hqq'"
+        with pytest.raises(CheckpointError, match=words):
+            read_spec(folder)
+    change_config(folder, text_config=text, quantization_config={"quant_method": "fp8"})
+    spec = read_spec(folder)
+    assert spec.whole is not None and "quant" not in json.dumps(dict(spec.whole.config))
+
+
+def test_the_text_types_that_tie_by_default_are_those_of_transformers() -> None:
+    from transformers import CONFIG_MAPPING
+
+    skipped = {"gemma4_assistant"}  # has no default config
+    found = {
+        name
+        for name in CAUSAL_TYPES & set(CONFIG_MAPPING) - skipped
+        if getattr(CONFIG_MAPPING[name](), "tie_word_embeddings", False)
+    }
+    assert found == TIED_TEXT_TYPES
 
 
 def test_quantised_towers_are_refused_by_name(folder: Path) -> None:

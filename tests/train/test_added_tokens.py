@@ -17,6 +17,8 @@ from benchmarks.architecture_cases import CASES, make_folder
 from payload.config.run_config import parse_run_config
 from payload.core.errors import CheckpointError, ConfigError, ExitCode
 from payload.data.__main__ import main as data_main
+from payload.data.tokenizer_match import require_same_tokens
+from payload.data.tokenizers.probe import probe_texts
 from payload.evaluate.__main__ import main as evaluate
 from payload.export.__main__ import main as export
 from payload.formats.data_folder import load_meta
@@ -24,6 +26,7 @@ from payload.formats.tokenizer_identity import folder_identity
 from payload.orchestrate.runs.run_input_checks import initial_spec, settle_initial
 from payload.train.models.loading import load
 from payload.train.models.lora import add_adapter
+from tests.model_classes.cases import CASES as CLASSES
 from tests.support.accelerate_state import forget_accelerate
 from tests.support.chat_data import (
     conversations,
@@ -242,6 +245,45 @@ def test_another_model_and_a_base_without_rows_are_refused(
     (other / "tokenizer.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match="has another tokenizer"):
         run(tmp_path / "run", tiny_config, other, data)
+
+
+def test_new_tokens_that_the_packaged_text_contains_do_not_change_the_models_tokenizer(
+    tmp_path: Path,
+) -> None:
+    texts = ("<x>", "[X]", "<x", "xen")
+    assert all(any(each in text for text in probe_texts()) for each in texts)
+    base = base_of(tmp_path)
+    source = write_rows(tmp_path / "rows.jsonl", [{"text": "red <x> blue [X]"}] * 9)
+    data = prepare(base, source, tmp_path / "data", "--add-special-tokens", *texts, task="text")
+    meta = load_meta(data)
+    assert meta.added_tokens is not None and meta.added_tokens.tokens == list(texts)
+    require_same_tokens(meta, data=data, folder=base, init=str(base))
+
+
+def test_a_vocabulary_with_a_table_of_experts_cannot_grow(
+    tmp_path: Path, tiny_config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = make_tokenizer(tmp_path / "base")
+    size = len(AutoTokenizer.from_pretrained(base))
+    raw = {**CLASSES["DeepseekV4"].config(), "vocab_size": size, "pad_token_id": None}
+    make_folder(raw, base)
+    source = write_rows(tmp_path / "rows.jsonl", [{"text": "red blue"}] * 9)
+    words = prepare_words(base, source, tmp_path / "data", task="text")
+    assert data_main([*words, "--add-special-tokens", *NEW]) == ExitCode.CONFIG
+    said = capsys.readouterr().err
+    assert f"{size:,} tokens, cannot grow to {size + 2:,}: " in said
+    assert "(tid2eid), which has no row for a new token. Leave out" in said
+    # The data can come from another folder with the same tokenizer.
+    alone = make_tokenizer(tmp_path / "alone")
+    data = prepare(alone, source, tmp_path / "data", "--add-special-tokens", *NEW, task="text")
+    with pytest.raises(CheckpointError, match=rf"of {size:,} tokens cannot grow to the {size + 2}"):
+        run(tmp_path / "run", tiny_config, base, data, "task.kind=text")
+    with pytest.raises(CheckpointError, match=rf"{size:,} tokens cannot grow to {size + 2}"):
+        load(base).add_tokens(size, size + 2)
+    # Free rows of a padded vocabulary have entries in the table.
+    make_folder({**raw, "vocab_size": size + 2}, base)
+    assert data_main([*words, "--force", "--add-special-tokens", *NEW]) == ExitCode.OK
+    assert load(base).spec.vocab_size == size + 2
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from payload.formats.data_folder import AddedTokens
 from payload.formats.hf_folder import CONFIG_FILE, GENERATION_FILE, read_tokenizer_files
 from payload.formats.prepare_hints import write_tokenizer_again
 from payload.formats.tokenizer_identity import TOKENIZER_FILE, identity_of, parse_tokenizer
+from payload.models.fixed_vocabulary import why_fixed_vocabulary
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -156,6 +157,8 @@ def hf_tokenizer(folder: Path, *, name: str, added: Sequence[str] = ()) -> HfTok
         raise DataError(f"{folder / TOKENIZER_FILE}: its vocabulary has no tokens. {_FIX}")
     if (largest := max(vocabulary.values())) >= _MAX_TOKEN:
         raise DataError(f"{folder / TOKENIZER_FILE}: its largest token id is {largest}. {_FIX}")
+    if new:
+        _require_rows(folder, new, rows=largest + 1)
     identity = identity_of(raw)
     end, file = _end_of_document(folder, files, backend)
     require_declared_tokens(folder, files, raw, backend)
@@ -288,14 +291,33 @@ def _model_vocab_size(folder: Path, backend: Tokenizer) -> int | None:
     Added tokens count because some models have tokens for images above vocab_size. Returns None
     without a config.json. Raises DataError.
     """
+    size = _model_config(folder).get("vocab_size")
+    added = backend.get_vocab_size() - backend.get_vocab_size(with_added_tokens=False)
+    return size + added if type(size) is int and size > 0 else None
+
+
+def _model_config(folder: Path) -> Mapping[str, Any]:
+    """Return the folder's config.json; empty without this file. Raises DataError."""
     path = folder / CONFIG_FILE
     content = _read(path)
     if content is None:
-        return None
+        return {}
     config = parse_json(content, where=str(path), fix=_FIX, error=DataError, huge_integers=True)
-    size = config.get("vocab_size") if isinstance(config, dict) else None
-    added = backend.get_vocab_size() - backend.get_vocab_size(with_added_tokens=False)
-    return size + added if type(size) is int and size > 0 else None
+    return config if isinstance(config, dict) else {}
+
+
+def _require_rows(folder: Path, new: Sequence[str], *, rows: int) -> None:
+    """Raise DataError if the folder's model has no rows for new tokens and cannot get any.
+
+    `rows` is the number of tokens, including the new ones.
+    """
+    config = _model_config(folder)
+    size, reason = config.get("vocab_size"), why_fixed_vocabulary(config)
+    if reason is not None and type(size) is int and rows > size:
+        raise DataError(
+            f"--add-special-tokens {shown(new[-1])}: the vocabulary of {folder}, {size:,} tokens, "
+            f"cannot grow to {rows:,}: {reason}. Leave out --add-special-tokens."
+        )
 
 
 def tokens_around(backend: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

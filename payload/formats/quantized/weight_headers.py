@@ -18,6 +18,8 @@ from payload.formats.quantized.stored_weight import CONFIG_FIX, Format, refuse
 from payload.formats.tensor_headers import TensorHeader, tensor_headers
 
 KEY = "quantization_config"
+_TEXT = "text_config"
+"""The text model's part of a multimodal config.json; it can have the key in place of the whole."""
 _FORMATS: Mapping[str, Callable[..., Format]] = {
     "fp8": lambda config, where, has_data: Fp8(config, where=where),
     "fbgemm_fp8": lambda config, where, has_data: Fp8(config, where=where),
@@ -80,10 +82,14 @@ def read_format(config: Mapping[str, Any], *, where: str, has_data: bool = True)
 
     Raises CheckpointError, which names `where`, for a format that cannot be dequantised.
     """
-    raw = config.get(KEY)
+    raw, text = config.get(KEY), config.get(_TEXT)
+    place = KEY
+    # As in transformers, quantizers/auto.py, `get_hf_quantizer`.
+    if not raw and isinstance(text, Mapping) and text.get(KEY) is not None:
+        raw, place = text[KEY], f"{_TEXT}: {KEY}"
     if raw is None:
         return None
-    where = f"{where}: {KEY}"
+    where = f"{where}: {place}"
     if not isinstance(raw, Mapping):
         raise CheckpointError(f"{where} = {shown(raw)}: must be an object. {CONFIG_FIX}")
     method = raw.get("quant_method")
@@ -97,7 +103,11 @@ def read_format(config: Mapping[str, Any], *, where: str, has_data: bool = True)
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json for weights that are dequantised."""
-    return {key: value for key, value in config.items() if key != KEY}
+    kept = {key: value for key, value in config.items() if key != KEY}
+    text = kept.get(_TEXT)
+    if isinstance(text, Mapping):
+        kept[_TEXT] = {key: value for key, value in text.items() if key != KEY}
+    return kept
 
 
 def stored_format(folder: Path) -> str | None:
@@ -120,7 +130,7 @@ def _target(config: Mapping[str, Any]) -> str:
     This is the model's own dtype, or BF16.
     """
     name = config.get("dtype") or config.get("torch_dtype")
-    text = config.get("text_config")
+    text = config.get(_TEXT)
     if name is None and isinstance(text, Mapping):
         return _target(text)
     return _DTYPES.get(name, "BF16") if isinstance(name, str) else "BF16"

@@ -19,6 +19,7 @@ from payload.core.printable_text import shown
 from payload.core.validation.fields import checked
 from payload.core.validation.records import build
 from payload.formats.quantized.weight_headers import weight_headers
+from payload.models.fixed_vocabulary import why_fixed_vocabulary
 from payload.models.spec import (
     EXPERT_BIASES,
     PROCESS_BYTES,
@@ -29,6 +30,8 @@ from payload.models.spec import (
     RankSetting,
 )
 from payload.models.transformers.causal_types import CAUSAL_TYPES
+from payload.models.transformers.ignored_tensors import ignored_tensors
+from payload.models.transformers.separated_documents import SEPARATING_TYPES
 
 _FIX = "Use a folder in the Hugging Face layout, with its own config.json."
 _BUFFER = re.compile(
@@ -158,6 +161,19 @@ class OtherSpec(ModelSpec):
         config = {**self.config, "vocab_size": rows}
         return replace(self, vocab_size=rows, counts=counts, config=config)
 
+    def why_fixed_vocabulary(self) -> str | None:
+        """Return why the vocabulary cannot grow, or None if it can."""
+        return why_fixed_vocabulary(self.config)
+
+    def why_not_packed(self) -> str | None:
+        """Return why a block should hold only one conversation, or None if it can hold several."""
+        if self.model_type in SEPARATING_TYPES:
+            return None
+        return (
+            f"transformers' layers of model_type {self.model_type!r} may mix the conversations of "
+            "a block"
+        )
+
     def context(self) -> int:
         """Return the longest context of the weights in tokens; if unknown, `sequence_length`."""
         return self.max_tokens or self.sequence_length
@@ -260,9 +276,14 @@ class OtherSpec(ModelSpec):
         return self.counts is not None
 
     def with_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherSpec:
-        """Return the same model with its tensors counted; `shapes` maps names to shapes."""
+        """Return the same model with its tensors counted; `shapes` maps names to shapes.
+
+        Tensors that transformers does not read are left out.
+        """
         tied = bool(self.tie_word_embeddings)
-        return replace(self, counts=_count(shapes, self, tied=tied))
+        ignored = ignored_tensors(shapes, model_type=self.model_type, layers=self.num_layers())
+        read = {name: shape for name, shape in shapes.items() if name not in ignored}
+        return replace(self, counts=_count(read, self, tied=tied))
 
     def with_modules(
         self, linears: tuple[LinearSize, ...], others: tuple[ParameterSize, ...]

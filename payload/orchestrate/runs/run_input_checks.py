@@ -127,11 +127,11 @@ def settle_initial(
                 init=source.name,
                 error=ConfigError,
             )
-        if known is not None and known.vocab_size < meta.vocab_size and new_tokens:
-            say(f"vocabulary {describe_new_rows(meta, known.vocab_size)}")
     if known is not None:
         vocab_size = None if meta is None else meta.vocab_size
         require_fit(known, config, vocab_size=vocab_size, new_tokens=new_tokens)
+        if meta is not None and new_tokens and known.vocab_size < meta.vocab_size:
+            say(f"vocabulary {describe_new_rows(meta, known.vocab_size)}")
         if source.folder is not None:
             _require_sound(source.folder, known)
     if stored := _stored_format(source, init):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -133,7 +134,15 @@ class TransformersLM(CausalLM):
         )
 
     def _resize_vocabulary(self, rows: int) -> None:
-        """Resize the vocabulary; transformers also changes its config and tied weights."""
+        """Resize the vocabulary; transformers also changes its config and tied weights.
+
+        Raises CheckpointError for a model whose vocabulary cannot grow.
+        """
+        if reason := self.spec.why_fixed_vocabulary():
+            raise CheckpointError(
+                f"the vocabulary of {self.spec.vocab_size:,} tokens cannot grow to {rows:,}: "
+                f"{reason}. Use only tokens of the model."
+            )
         self.module.resize_token_embeddings(rows, mean_resizing=False)
 
     def hf_name(self, module: str) -> str:
@@ -322,7 +331,7 @@ class TransformersLM(CausalLM):
         """
         tied = self.module.all_tied_weights_keys
         if self.has_names_of(tensors):
-            unused = (*tied, *_UNUSED, *self._dropped)
+            unused = (*tied, *_UNUSED, *self._dropped, *self._ignored(tensors))
             load_named(self._targets(), tensors, unused=unused, where=where)
         else:
             self._load_converted(tensors, where=where)
@@ -336,6 +345,16 @@ class TransformersLM(CausalLM):
         is_unread = isinstance(tensors, PlannedTensors) and bool(tensors.targets)
         if not self._dropped and not is_unread:
             require_causal(self.module, without_head=self._not_plain is None)
+
+    def _ignored(self, names: Iterable[str]) -> list[str]:
+        """Return the names of tensors that transformers ignores, such as those of MTP layers."""
+        own = self.module.state_dict()
+        patterns = self.module._keys_to_ignore_on_load_unexpected or ()
+        return [
+            name
+            for name in names
+            if name not in own and any(re.search(each, name) for each in patterns)
+        ]
 
     def has_names_of(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether `tensors` has a tensor for every weight's name in the module."""
