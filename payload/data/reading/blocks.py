@@ -115,7 +115,7 @@ class Blocks(Protocol):
         """Return the number of all blocks."""
 
     def gather(self, blocks: Indices) -> tuple[torch.Tensor, ...]:
-        """Return the tokens, the targets and any other inputs of the model. Raises DataError."""
+        """Return the tokens, the targets and any further inputs of the model. Raises DataError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,9 +218,9 @@ class TokenData:
     val: TokenBlocks
 
     def has_range_hashes(self) -> bool:
-        """Return True if meta.json has hashes of ranges.
+        """Return True if meta.json has a hash for each range of the token files.
 
-        Training checks each range that it reads against them.
+        Training compares each range that it reads with the hash.
         """
         return self.train.is_checked() and self.val.is_checked()
 

@@ -60,7 +60,10 @@ class RangeCheck:
         self._changed_ns = self._stat().st_mtime_ns
 
     def require(self, spans: list[tuple[int, int]]) -> None:
-        """Check the ranges that contain these byte spans, (start, end) each. Raises DataError."""
+        """Check the ranges that contain these byte spans.
+
+        A span is (start, end). Raises DataError.
+        """
         found = self._stat()
         if found.st_mtime_ns != self._changed_ns:
             self._changed_ns = found.st_mtime_ns
@@ -76,9 +79,10 @@ class RangeCheck:
                 self._check(number)
 
     def extended(self, start: int, end: int) -> tuple[int, int]:
-        """Return the bytes to read for (start, end).
+        """Return (start, end) in bytes, extended to the borders of all ranges that are not checked
+        yet.
 
-        Ranges that are not checked yet are read whole.
+        An unchecked range must be read whole, because its hash covers the whole range.
         """
         numbers = self._unchecked(start, end)
         if not numbers:

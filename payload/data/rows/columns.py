@@ -92,7 +92,8 @@ METADATA = re.compile(
     r"|tag|tags|metadata|meta|hash|(?:num|n)_.*|.*_(?:count|hash|score|rating)|score_.*"
     r"|temperature|top_p|max_tokens|max_completion_tokens|stream|tool_choice|parallel_tool_calls)"
 )
-"""Matches keys and columns of metadata and of request settings, which no template renders.
+"""Matches the names of keys and columns with metadata or with settings of a request. Templates do
+not render such keys.
 
 A key whose name mentions training, such as `no_train_id`, never matches.
 """

@@ -118,7 +118,7 @@ class NamedColumns:
     def _without(self, value: Any, removed: set[str]) -> Any:
         """Return a list of messages without the keys in `removed`, and any other value unchanged.
 
-        The keys are also removed from lists of objects inside a message: parts and calls.
+        The keys are also removed from the content parts and the tool calls of each message.
         """
         if not isinstance(value, list):
             return value

@@ -76,7 +76,7 @@ class Rows(ABC):
         self._place = 0
         """Position of the newest row in the source, from 1."""
         self._first_place = 0
-        """An interrupted run has read the rows up to this position."""
+        """Position up to which an interrupted run has read the rows."""
 
     @abstractmethod
     def identity(self) -> list[Any]:
@@ -159,7 +159,7 @@ class Rows(ABC):
         return []
 
     def survey(self) -> Survey:
-        """Return the number of rows, and the split of the files or of a column, if declared.
+        """Return the number of rows, and the split if names of files or a column declare one.
 
         Call it after the last row.
         """
@@ -320,7 +320,7 @@ def in_batches(
 
 
 def _counted(counts: Counter[str]) -> str:
-    """Return the names, each with the number of its rows, the most frequent first."""
+    """Return the names with their numbers of rows, the most frequent name first."""
     names = [
         f"{shown(name)} ({count:,} rows)" for name, count in counts.most_common(_COLUMNS_SHOWN)
     ]

@@ -89,10 +89,10 @@ class RowSelection:
 
 
 def split_by_units(choose: Callable[[Survey], Split], survey: Survey, units: Numbers) -> Splitter:
-    """Return a splitter of whole units. The unit of a row is its group, or the row itself.
+    """Return a splitter that keeps each unit in one split. A unit is a group of rows, or one row.
 
     `choose` returns the split for a given number of units. If only some of the rows are split, only
-    the units of these rows count, and are numbered again from 0.
+    the units of those rows are counted and numbered from 0.
     """
 
     def split_rows(chosen: Numbers) -> tuple[Split, Mask]:
@@ -198,7 +198,7 @@ def _rows(count: int) -> str:
 def _removable(in_both: Mask, is_train: Mask, classes: Numbers | None) -> Mask:
     """Return the mask of training rows to remove.
 
-    A class that would lose most of its rows keeps all of them.
+    A class that would lose most of its rows keeps all rows.
     """
     labels = np.zeros(len(in_both), dtype=np.int64) if classes is None else classes
     size = int(labels.max(initial=0)) + 1

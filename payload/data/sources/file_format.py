@@ -30,8 +30,9 @@ DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "pipe"}
 _RECORDS = 200
 """Number of records that are compared to find the delimiter."""
 _FEWEST_RECORDS = 3
-"""Minimum number of records, including the header, of a file that is read as a table although it
-lacks the suffix of one."""
+"""Minimum number of records, including the header, from which a file without a table's suffix can
+count as a table.
+"""
 _SEPARATOR_LINE = re.compile(r"sep=(.)\r?\n")
 """Matches the first line of a file in which Excel declares the delimiter."""
 _ROW_OBJECT = re.compile(r'\s*\{\s*("|\}\s*$)')
@@ -194,7 +195,10 @@ def _is_object(line: str) -> bool:
 
 
 def _spans_lines(text: str) -> bool:
-    """Return True if the text begins with a JSON value, or the start of one, of several lines."""
+    """Return True if the text begins with a JSON value that spans several lines.
+
+    The text can end before the value is complete.
+    """
     decoder = json.JSONDecoder()
     place = len(text) - len(text.lstrip())
     try:

@@ -167,9 +167,9 @@ class HubSource:
         yield batcher.take({"state": rows.state_dict(), "document": number})
 
     def rows(self, split: str | None = None) -> Iterator[list[dict[str, Any]] | LostRows]:
-        """Yield the rows of a split with all columns, in lists. None means the chosen split.
+        """Yield lists of rows of a split, with all columns.
 
-        Raises DataError.
+        The default is the split that the user chose. Raises DataError.
         """
         split = split or self._split
         places = self._parquet_places(split)

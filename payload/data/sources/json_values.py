@@ -54,7 +54,10 @@ class _Text:
                 return ""
 
     def take(self, expected: str) -> None:
-        """Move past the next character. Raises DataError if `expected` does not contain it."""
+        """Move past the next character.
+
+        Raises DataError if `expected` does not contain the character.
+        """
         found = self.peek()
         if not found or found not in expected:
             what = f"the character {found!r}" if found else "the end of the file"

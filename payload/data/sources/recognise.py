@@ -38,5 +38,8 @@ def file_kinds(inputs: Sequence[str], glob: str | None) -> tuple[list[Path], set
 
 
 def has_rows(kinds: set[FileKind]) -> bool:
-    """Return True if all files have rows. Texts together with rows are read as plain text."""
+    """Return True if every file has rows.
+
+    If some files are plain text, all are read as plain text.
+    """
     return bool(kinds) and kinds <= set(ROW_KINDS)

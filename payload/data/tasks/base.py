@@ -28,9 +28,9 @@ class Task(ABC):
     """The flags that `add_flags` declares, such as `--packing`. Other tasks reject these flags."""
 
     def add_flags(self, add: AddFlag) -> None:  # noqa: B027 - optional
-        """Declare `flags`.
+        """Add the task's `flags` to the parser.
 
-        Each has the default None, so that other tasks can detect that a flag was given.
+        Each flag has the default None, so that other tasks can detect that the flag was given.
         """
 
     @abstractmethod

@@ -66,7 +66,7 @@ class _Sample:
     whether the sample is for validation."""
     rendered: RenderedSample
     is_added: bool
-    """False for one sample of each row, True for the other samples of the row."""
+    """False for the last sample of each row, True for the other samples of the row."""
 
 
 @dataclass(slots=True)

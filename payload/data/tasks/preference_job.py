@@ -93,7 +93,7 @@ def preference_job(args: argparse.Namespace) -> PreferenceJob:
 
 @dataclass(frozen=True, slots=True)
 class _Rendered:
-    """The two conversations of a row as text, and the ranges of characters of the answers."""
+    """The two conversations of a row as text, and the character ranges of the answers."""
 
     row: Row
     group: int

@@ -105,8 +105,8 @@ def prepare_whole(
 ) -> PrepareResult:
     """Make the data folder from rows, unless it already holds this data. Raises DataError.
 
-    `make` receives the fingerprint of the source and the settings. With the fingerprint, it
-    recognises the files of an interrupted run that can be resumed.
+    `make` receives the fingerprint of the source and the settings, and uses the fingerprint to find
+    files of an interrupted run that it can resume.
     """
     reporter.log(f"source: {rows.label}")
     started_s = time.monotonic()

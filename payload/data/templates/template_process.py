@@ -30,9 +30,9 @@ _PIPE_BYTES = 2**20
 
 
 MAX_CONSECUTIVE_ENDS = 5
-"""Limit on the consecutive conversations that end the process; then the template is given up.
+"""Number of consecutive conversations that end the process, after which the template is not used.
 
-Each of them can take `CPU_SECONDS`.
+Each such conversation can take `CPU_SECONDS`.
 """
 
 
@@ -45,7 +45,7 @@ class TemplateUnusableError(TemplateFailedError):
 
 
 class _WorkerEndedError(TemplateFailedError):
-    """The process ended before it answered."""
+    """The process ended before it sent a response."""
 
 
 class TemplateProcess:
@@ -124,7 +124,7 @@ class TemplateProcess:
             self.receive()
 
     def note_success(self) -> None:
-        """Record that a conversation did not end the process, after a result of `receive`."""
+        """Record that a conversation of the received batch did not end the process."""
         self._consecutive_ends = 0
 
     def call(self, method: str, **request: object) -> Any:

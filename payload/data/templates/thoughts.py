@@ -62,7 +62,7 @@ def prompt_tail(prompt: str) -> PromptTail | None:
 
 @lru_cache(maxsize=1024)
 def _may_end(end: str) -> bool:
-    """Return True if `end` is a mark of thoughts, or can be the last part of such a mark."""
+    """Return True if `end` is a mark of thoughts, or can be a suffix of such a mark."""
     return end.strip() == "<|sep|>" or _TAIL.search(end) is not None
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: the packaged one of GPT-2, and any tokenizer.json. `load_tokenizer` loads them."""
+"""Tokenizers: GPT-2's, which is packaged, and any tokenizer.json. `load_tokenizer` loads both."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load_tokenizer(name: str, added: Sequence[str] = ()) -> TextTokenizer:
 
 
 def load_hf_tokenizer(name: str, added: Sequence[str] = ()) -> tuple[HfTokenizer, Path]:
-    """Load a tokenizer from files, never the packaged one. Return it with the folder of the files.
+    """Load a tokenizer from files, even for GPT-2. Return the tokenizer and the files' folder.
 
     The special tokens `added` are added to the returned tokenizer, but not to the files. Raises
     DataError.

@@ -59,8 +59,9 @@ class LiteralTextEncoder:
         """Return tokens, their ranges of characters, and whether the encoding succeeded.
 
         `literal` are the ranges of characters to encode as plain text. The last value is False if
-        the tokenizer still encodes one of them as a special token. It is also False if the text has
-        a character that new names use. Then all special tokens keep their meaning.
+        the tokenizer still encodes one of these ranges as a special token. It is also False if the
+        text has a character that is reserved for the new names; special tokens are then not
+        renamed.
         """
         tokenizer = self._tokenizer
         if any(ord(each) >= _FIRST_NAME for each in text):

@@ -57,7 +57,7 @@ _SAMPLE_PREFIX_BYTES = 16 * 1024
 
 
 class EncoderMismatchError(Exception):
-    """Raised if the tokens of the fast encoder differ from those of the reference encoder."""
+    """Raised if the fast encoder and the reference encoder return different tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,10 @@ class Encoder(Protocol):
         """Return the tokens of every text."""
 
     def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
-        """Compare a sample of the tokens from `encode` with those of the reference encoder.
+        """Compare a sample of the tokens from `encode` with the reference encoder's tokens.
 
-        The tokens must not be used before. One thread can compare while another encodes the next
-        texts. Raises EncoderMismatchError.
+        The caller must not use the tokens before this check. One thread can run the check while
+        another encodes the next texts. Raises EncoderMismatchError.
         """
 
 
@@ -133,7 +133,7 @@ class GigatokenEncoder:
     def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
         """Compare random texts with the reference encoder.
 
-        These are 1/512 of the bytes, and more of the first batch.
+        The sample has 1/512 of the bytes; it is larger for the first batch.
         """
         budget = max(sum(map(len, texts)) * _SAMPLE_SHARE, self._first_sample_bytes)
         self._first_sample_bytes = 0

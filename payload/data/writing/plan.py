@@ -206,7 +206,8 @@ def new_folder(out: Path) -> Iterator[None]:
 
 
 def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta | None:
-    """Return the meta.json of a folder that already has this output, or None if it must be made.
+    """Return the meta.json of a folder that already has this output, or None if the output must be
+    made.
 
     Raises DataError.
     """
@@ -269,7 +270,9 @@ def _require_same_special_tokens(meta: DataMeta, settings: PrepareSettings) -> N
 def _fingerprints_of_same(
     meta: DataMeta, settings: PrepareSettings, identity: Sequence[Any]
 ) -> set[str]:
-    """Return fingerprints of `settings`, one for each equivalent fraction for validation."""
+    """Return the fingerprints of `settings` with each val_fraction that gives the folder's
+    split.
+    """
     requested, used = settings.val_fraction, meta.split.val_fraction
     shares = {requested}
     if requested == used:

@@ -100,7 +100,7 @@ def warn_if_few(meta: DataMeta, reporter: Reporter) -> None:
 
 
 def _split_documents(meta: DataMeta) -> int:
-    """Return how many documents were split. Each counts once, whatever its weight is."""
+    """Return how many documents were split. A document counts once, whatever its weight."""
     if meta.selection is None:
         return meta.train_documents + meta.val_documents
     return sum(

@@ -290,8 +290,8 @@ def writing_to(folder: Path) -> Iterator[None]:
 def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold the lock of `folder`, so that no other `prepare` writes to it.
 
-    If another `prepare` holds the lock, this waits with `wait`, and otherwise raises DataError. It
-    also raises DataError if a file that `prepare` would open is not a regular file.
+    If another `prepare` holds the lock, waits if `wait` is True, and otherwise raises DataError.
+    Also raises DataError if a file that `prepare` would open is not a regular file.
     """
     path = folder / LOCK_NAME
     partials = (partial_path(folder, name) for name in _NAMES)
