@@ -1,6 +1,6 @@
 """Finds the processes of a run by an environment variable and by ancestry, and ends them.
 
-They include ranks whose supervisor was killed; such ranks save and end by themselves.
+The processes include ranks of a killed supervisor. Such ranks save and end by themselves.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def reap_children() -> None:
 
 
 def signal_process(pid: int, number: signal.Signals, *, run_dir: Path) -> bool:
-    """Send `number` to `pid` if it is still a process of the run; return whether it was."""
+    """Send a signal to `pid` if it is still a process of the run; return True if it was sent."""
     return pid in processes_of(run_dir) and _send(pid, number)
 
 

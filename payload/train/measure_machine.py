@@ -43,7 +43,9 @@ _PRODUCT_S = 0.08
 """Time for each size of matmul: up to two sizes in each of two dtypes."""
 _UPDATE_S = 0.15
 _UPDATED_WEIGHTS = 2**23
-"""The update reads and writes 28 bytes for each of these weights: more than most caches hold."""
+"""Number of weights in the measured update. The update reads and writes 28 bytes per weight, more
+in total than most caches hold.
+"""
 _FEW_CORES = 8
 """Up to this number of cores, runs with one rank per core are common enough to be measured."""
 _DEADLINE_S = 90
@@ -196,7 +198,7 @@ def _start(
 ) -> _Child:
     """Start a process that measures when the other end of the pipe `go` is closed.
 
-    `never` is this other end, which the process must not keep open.
+    `never` is the pipe's other end. The process closes its copy of this end.
     """
     reader, writer = os.pipe()
     pid = os.fork()

@@ -268,7 +268,9 @@ def _base_model(
 
 
 def _adapters_base(folder: Path, config: RunConfig, state: TrainerState | None) -> BaseModel:
-    """Return the identity of the adapter's base in `folder`; on a resume it must be unchanged."""
+    """Return the identity of the adapter's base in `folder`; on a resume the base must be
+    unchanged.
+    """
     if has_adapter(folder):
         raise CheckpointError(
             f"model.init = {config.model.init!r}: this is an adapter, but adapter.kind = "
@@ -353,7 +355,9 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
 
 
 def _described(folder: Path) -> Mapping[str, object]:
-    """Return config.json of `folder`, with values that a multimodal model's tensors determine."""
+    """Return config.json of `folder`, completed by values that a multimodal model's tensors
+    determine.
+    """
     whole = read_spec(folder).whole
     return read_config(folder) if whole is None else whole.config
 
@@ -381,7 +385,7 @@ def _read_in_parts(config: RunConfig, folder: Path | None, *, world: World) -> P
 
 
 def _require_same_run(state: TrainerState, config: RunConfig) -> None:
-    """Raise CheckpointError if settings differ that must not change on a resume."""
+    """Raise CheckpointError if a setting that must not change on a resume is different."""
     before = parse_run_config(state.config_toml, where="the checkpoint's config")
     for name, old, new in fixed_differences(before, config):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Maintains summary.json, which rank 0 keeps up to date during the run."""
+"""Keeps summary.json up to date during a run, on rank 0."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from payload.train.ranks.world import World, as_rank_lost
 class SummaryFile:
     """Writes `running` on entry, `failed` after an error, otherwise the status passed to `end`.
 
-    Nothing is written if the run folder does not exist: a run that is rejected early creates none.
+    Nothing is written if the run folder does not exist: a run that is rejected early creates no
+    folder.
     """
 
     def __init__(self, paths: RunPaths, world: World) -> None:

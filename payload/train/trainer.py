@@ -312,7 +312,7 @@ class Trainer:
         """Seed dropout by the micro-batch's position in the run, so that a resume is exact.
 
         Each pipeline stage draws different masks; ranks that compute a layer together draw equal
-        ones.
+        masks.
         """
         strategy = self._context.strategy
         stage = strategy.mesh.place(self._context.world.rank).pipeline
@@ -362,7 +362,7 @@ class Trainer:
         )
 
     def _mfu(self, tokens_per_s: float) -> float | None:
-        """Return the MFU, or None if it is above 1: the calibration was then disturbed."""
+        """Return the MFU. Returns None above 1, because the calibration was then disturbed."""
         context = self._context
         share = mfu(
             tokens_per_s=tokens_per_s,

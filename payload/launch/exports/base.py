@@ -93,7 +93,7 @@ class Engine(ABC):
     needs_image: ClassVar[bool] = False
     takes_image: ClassVar[bool] = True
     storage: ClassVar[str]
-    """The kind of thing that `--storage` names for this engine, as text for messages."""
+    """The kind of storage that `--storage` names for this engine, for messages."""
     storage_pattern: ClassVar[re.Pattern[str]]
     """Pattern of a valid storage name."""
     storage_characters: ClassVar[str]

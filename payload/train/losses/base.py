@@ -70,8 +70,8 @@ class Loss(ABC):
     def sums(self, found: Tensor, targets: Tensor) -> Tensor:
         """Return a batch's contribution to an evaluation, float64 on the CPU.
 
-        A token-level loss returns two numbers, its sum and the number of targets, which the
-        evaluation adds up over all batches.
+        A token-level loss returns two numbers: the sum of the losses and the number of targets. The
+        evaluation adds up both over all batches.
         """
 
     @abstractmethod

@@ -151,7 +151,7 @@ class World:
             torch.cuda.synchronize()
 
     def free_bytes(self) -> int:
-        """Return the bytes available to the ranks of this node, including memory that they hold.
+        """Return the bytes that this node's ranks can use, including memory that they already hold.
 
         On CUDA this is the memory of this rank's device, multiplied by the number of ranks on the
         node.
@@ -234,7 +234,10 @@ class World:
         return values
 
     def begin_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin a `sum`; return a function that waits for it. All ranks begin in the same order."""
+        """Begin a `sum`; return a function that waits for the result.
+
+        All ranks must begin their sums in the same order.
+        """
         work: Any = dist.all_reduce(values, async_op=True) if self.world_size > 1 else None
 
         def finished() -> torch.Tensor:

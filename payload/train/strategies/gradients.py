@@ -25,7 +25,7 @@ class _PendingSum:
 
     elements: Tensor
     sent: Tensor
-    """The tensor `elements` itself, or a copy of it in bf16."""
+    """The tensor `elements`, or a copy of `elements` in bf16."""
     work: Any
 
     def finish(self) -> None:
@@ -101,7 +101,7 @@ class GradientExchange:
     def begin(self, tokens: Tensor) -> None:
         """Average the gradients in the next backward pass, the last one of its step.
 
-        `tokens` are the tokens of its micro-batch.
+        `tokens` are the tokens of that pass's micro-batch.
         """
         self._is_last_pass = True
         if self._tokens is not None:

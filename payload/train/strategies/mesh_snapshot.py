@@ -86,8 +86,9 @@ class _Pending:
 class MeshSnapshot(Snapshot):
     """This rank's parts of a checkpoint.
 
-    A thread gathers them during training, over a separate process group: on rank 0 while it writes
-    the file, on other ranks in `finish`. All ranks process the tensors in the order of the file.
+    A thread on each rank gathers or sends the parts during training, over a separate process group:
+    on rank 0 while the thread writes the file, on other ranks in `finish`. All ranks process the
+    tensors in the order of the file.
     """
 
     def __init__(
@@ -161,7 +162,9 @@ class MeshSnapshot(Snapshot):
             return whole.t() if each.transposed else whole
 
     def _sends(self, distribution: Distribution) -> bool:
-        """Return whether rank 0 receives this rank's part; of equal copies it receives only one."""
+        """Return whether rank 0 receives this rank's part; of equal copies, rank 0 receives only
+        one.
+        """
         place = self._mesh.place(self._rank)
         return place.pipeline == distribution.stage and (
             distribution.split is not None or place.tensor == 0

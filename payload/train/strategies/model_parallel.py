@@ -1,7 +1,7 @@
 """Tensor and pipeline parallelism: each rank has a part of every layer, or some of the layers.
 
-The rest of the mesh is data parallel: ranks with the same part of the model exchange its
-gradients (`replicate`), or shard that part (`shard`).
+The rest of the mesh is data parallel: ranks with the same part of the model exchange the part's
+gradients (`replicate`), or shard the part (`shard`).
 """
 
 from __future__ import annotations
@@ -166,7 +166,10 @@ class ModelParallel(Strategy):
         self._data.attach(model)
 
     def begin(self, tokens: Tensor) -> None:
-        """Exchange the gradients of the next backward pass; `tokens` (B, T) is its micro-batch."""
+        """Exchange the gradients of the next backward pass.
+
+        `tokens` (B, T) are the tokens of that pass's micro-batch.
+        """
         self._data.begin(tokens)
 
     def finish(self) -> float:
@@ -192,7 +195,10 @@ class ModelParallel(Strategy):
         return True
 
     def read_part(self, tensors: LazyTensors, stored: str, *, name: str) -> Tensor:
-        """Read this rank's part of the tensor `stored`, which belongs to the parameter `name`."""
+        """Read this rank's part of the parameter `name`.
+
+        `stored` is the tensor's name in the files.
+        """
         return read_part(
             tensors,
             stored,
@@ -207,10 +213,10 @@ class ModelParallel(Strategy):
         return self._place.tensor == 0 and self._place.pipeline == self.mesh.pipeline - 1
 
     def counts(self) -> Callable[[str], bool]:
-        """Return a function of a parameter's name: True if its gradient counts on this rank.
+        """Return a function that returns whether a parameter's gradient counts in this rank's norm.
 
-        If several ranks in one copy of the model hold the same part of a parameter, only one counts
-        it.
+        If several ranks in one copy of the model hold the same part of a parameter, only one of
+        them counts the gradient.
         """
 
         def is_counted(name: str) -> bool:

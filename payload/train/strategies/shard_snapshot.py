@@ -18,8 +18,9 @@ from payload.train.tensors.tensor_file import in_file_order
 class ShardSnapshot(Snapshot):
     """This rank's shards of a checkpoint.
 
-    A thread gathers them during training, over a separate process group: on rank 0 while it writes
-    the file, on other ranks in `finish`. All ranks process the tensors in the order of the file.
+    A thread on each rank gathers or sends the shards during training, over a separate process
+    group: on rank 0 while the thread writes the file, on other ranks in `finish`. All ranks process
+    the tensors in the order of the file.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Evaluates a validation set, which the ranks share; sums are in float64."""
+"""Evaluates a validation set. Each rank computes some of the batches; sums are float64."""
 
 from __future__ import annotations
 

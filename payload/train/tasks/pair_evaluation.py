@@ -36,8 +36,8 @@ def answer_log_probs(
 ) -> Tensor | None:
     """Return log-probabilities (N, 2) float64 of the first N pairs' answers, on every rank.
 
-    The ranks share batches that do not depend on the number of ranks, so the result is bitwise
-    equal on any number of ranks. Return None after a request to stop.
+    Each rank computes some of the batches. The batches do not depend on the number of ranks, so the
+    result is bitwise equal on any number of ranks. Return None after a request to stop.
     """
     size = eval_pass.micro_batch_size
     chosen = np.arange(pairs.num_pairs() if most is None else most)

@@ -209,7 +209,7 @@ def stored_reference(
 ) -> tuple[Reference, Dtype, Tensor]:
     """Return the stored reference, the dtype of its values, and the values for validation.
 
-    Values can be stored in several dtypes; those in `dtype` are preferred. Raises DataError if no
+    Values can be stored in several dtypes; values in `dtype` are preferred. Raises DataError if no
     reference is stored.
     """
     found = read_reference(folder, meta)

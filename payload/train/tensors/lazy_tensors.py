@@ -205,14 +205,16 @@ class DeferredTensor:
 
 
 class PlannedTensors(LazyTensors):
-    """Tensors that are not read: `copy_in` only records where each would be copied."""
+    """Tensors that are not read: `copy_in` only records where each tensor would be copied."""
 
     def __init__(self, folder: Path, *, like: LazyTensors | None = None) -> None:
-        """Read the headers of `folder`; the shapes are those of `like`, if it is given."""
+        """Read the headers of `folder`. If `like` is given, the shapes are taken from `like`."""
         super().__init__(folder)
         self._like = like
         self.targets: dict[str, Tensor] = {}
-        """The model's tensors to set, by the names of the file's tensors to copy into them."""
+        """The model's tensors that `copy_in` would set. The keys are the names of the file's
+        tensors.
+        """
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape without reading it."""

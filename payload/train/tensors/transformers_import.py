@@ -1,4 +1,4 @@
-"""Imports what all models of transformers share, without work that no language model needs."""
+"""Imports transformers' shared modules, without packages that language models do not need."""
 
 from __future__ import annotations
 
