@@ -59,7 +59,9 @@ class NodesArgs:
     subnetwork: Input[str]
     service_account: Input[str]
     after: tuple[Resource, ...]
-    """Resources that the nodes depend on, such as the NAT and firewall for packages."""
+    """Resources that the nodes depend on, such as the NAT and the firewall, which package downloads
+    need.
+    """
 
 
 class ClusterNodes(ComponentResource):

@@ -94,7 +94,7 @@ class ResultsBucket(ComponentResource):
 
 
 def runs_only(bucket: str) -> str:
-    """Return the IAM condition that limits a node's ROLE to objects of runs.
+    """Return the IAM condition that limits a node's ROLE to objects below `RUNS`.
 
     The condition cannot limit listing: permission to list applies to the whole bucket.
     https://cloud.google.com/iam/docs/conditions-attribute-reference

@@ -22,7 +22,7 @@ def require_room(run: Path, *, checkpoint_bytes: int, keep: int, uploads: bool) 
 
     `run` is the run's folder. The run keeps the newest `keep` checkpoints and the best. `uploads`
     is True if checkpoints are uploaded. Existing checkpoints of a resumed run are counted;
-    incomplete ones count as free space, because they are removed first.
+    incomplete checkpoints count as free space, because they are removed first.
     """
     most = most_checkpoints(keep=keep, uploads=uploads)
     to_come = most - min(most - 1, len(checkpoint_folders(run / CHECKPOINTS_NAME)))
@@ -41,7 +41,7 @@ def require_room(run: Path, *, checkpoint_bytes: int, keep: int, uploads: bool) 
 def most_checkpoints(*, keep: int, uploads: bool) -> int:
     """Return the largest number of checkpoints that a run has on its disk at the same time.
 
-    The uploader keeps one checkpoint open, so removing that one frees no space.
+    The uploader keeps the files of one checkpoint open, so removing this checkpoint frees no space.
     """
     return keep + 2 + uploads
 

@@ -37,13 +37,13 @@ class StepTime:
     """The parts of a step's time, in seconds."""
 
     compute_s: float
-    """Time of the forward and backward passes without exchange; includes the update if `update_s`
-    is 0."""
+    """Time of the forward and backward passes without exchange. Includes the update if `update_s`
+    is 0.
+    """
     exchange_s: float
     """Time of the all-reduces of all buckets, one after the other."""
     exposed_s: float
-    """The part of the exchange that comes after the backward pass, so that the step waits for
-    it."""
+    """The part of the exchange after the backward pass. The step waits for this part."""
     busy_s: float
     """Compute time that is lost because the exchange runs at the same time."""
     update_s: float = 0.0
@@ -69,7 +69,8 @@ def step_time(
     network: Network,
     tokens: int | None = None,
 ) -> StepTime:
-    """Return the step time of a rank that computes for `compute_s` in `accumulation` micro-batches.
+    """Return the step time of a rank with `accumulation` micro-batches and `compute_s` of
+    computation.
 
     Ranks exchange during the last micro-batch's backward pass. A bucket's all-reduce begins when
     the bucket is full and the previous all-reduce is done; after the backward pass, the step waits
@@ -219,10 +220,12 @@ def run_step_time(
     threads: int = 1,
     speed: RankSpeed | None = None,
 ) -> StepTime:
-    """Return the step time of the run `config`, whose forward and backward passes take `compute_s`.
+    """Return the step time of the run `config`.
 
-    The update is added; each rank runs it with `threads` threads, as in `update_s`. device.kind =
-    "auto" is treated as CPUs: a plan for GPUs sets "cuda"
+    `compute_s` is the time of forward and backward passes.
+
+    The result includes the optimizer's update on `threads` threads of each rank, as in `update_s`.
+    device.kind = "auto" is treated as CPUs: a plan for GPUs sets "cuda"
     (`payload.orchestrate.hardware.nvidia.for_prediction`).
     """
     on_gpu = config.device.kind == "cuda"

@@ -1,7 +1,8 @@
-"""CONTRACT: the canonical form of a tokenizer.json: exactly the settings that affect tokens.
+"""CONTRACT: the canonical form of a tokenizer.json, with only the settings that affect tokens.
 
 Two files with the same form produce the same tokens. Missing keys have the defaults of the package
-`tokenizers`. A step of an unknown kind is kept unchanged, so any difference in it changes the form.
+`tokenizers`. A step of an unknown kind is kept unchanged, so any difference in the step changes the
+form.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def _model(model: object, added: list[list[Any]], pre_tokenizer: list[Any]) -> d
 
 
 def _kind(vocabulary: object, merges: object) -> str | None:
-    """Return the kind of the model in an older file, which does not record the kind."""
+    """Return the model's kind for an older file that does not record the kind."""
     if isinstance(merges, list):
         return "BPE"
     return "Unigram" if isinstance(vocabulary, list) else None

@@ -26,7 +26,7 @@ class ClassifierSpec(WrappedSpec):
         )
 
     def is_tied(self) -> bool:
-        """Return True: the model has no separate output head."""
+        """Return True, because the model has no separate output head."""
         return True
 
     def head_rows(self) -> int:

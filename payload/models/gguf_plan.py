@@ -1,6 +1,6 @@
 """Describes the part of a GGUF file that config.json determines: metadata and tensors.
 
-Export writes a file by this plan, and import reads a file by it.
+Both the export and the import of GGUF files follow this plan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class FileTensor:
 
     name: str
     sources: tuple[str, ...]
-    """Names of the tensors in the model; the matrices of experts become a stack."""
+    """Names of the source tensors in the model. Several names are the matrices of experts, which
+    become a stack.
+    """
     shape: tuple[int, ...]
     """Shape in the file, rows first as in torch."""
     part: int = 0
@@ -36,7 +38,7 @@ class FileTensor:
     is_transposed: bool = False
     """True if the model stores the matrix as (in, out)."""
     shift: float = 0.0
-    """Constant that is added to the model's values in the file."""
+    """Constant that is added to the model's values before they are written to the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,9 @@ class GgufPlan:
 
 
 def _stacks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, ...]]:
-    """Return, for each tensor of the file, the model's tensors in it: one, or one per expert."""
+    """Return the model's tensors that form each tensor of the file: one tensor, or one per
+    expert.
+    """
     found: dict[str, dict[int, str]] = {}
     for name in shapes:
         match = _EXPERT.search(name)

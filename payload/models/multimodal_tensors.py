@@ -31,7 +31,9 @@ class TextNames:
     head: str
 
     def text_name(self, name: str) -> str | None:
-        """Convert a tensor's name in the files to that in the text model; None for other parts."""
+        """Convert a tensor's name in the files to its name in the text model; None for other
+        parts.
+        """
         if name.startswith(self.head):
             return "lm_head." + name.removeprefix(self.head)
         rest = name.removeprefix(self.body)
@@ -97,10 +99,10 @@ def model_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def with_tensors(whole: Whole, tensors: WholeTensors) -> Whole:
-    """Return the multimodal model with its parts counted.
+    """Return `whole` with the sizes of its copied parts, and with the tying that the tensors show.
 
-    Without an output head in the files, the head is the token embedding. With an output head, the
-    two are tied only if config.json sets tie_word_embeddings, which loading verifies.
+    Without an output head in the files, the head is the token embedding. With an output head, head
+    and embedding are tied only if config.json sets tie_word_embeddings; loading verifies this.
     """
     has_head = any(name.startswith("lm_head.") for name in tensors.text)
     tied = whole.is_tied_explicitly or not has_head

@@ -40,7 +40,9 @@ class WrappedSpec(ModelSpec):
         return self.base.is_tied()
 
     def counts_gaps(self, setting: RankSetting) -> bool:
-        """Return whether the estimate of the base's memory includes gaps between activations."""
+        """Return whether the estimate of the base's memory includes gaps in proportion to the
+        activations.
+        """
         return self.base.counts_gaps(setting)
 
     def linears(self) -> tuple[LinearSize, ...]:

@@ -1,7 +1,7 @@
-"""Checkpoints in a store. As on a disk, each is complete or absent.
+"""Checkpoints in a store. As on a disk, each checkpoint is complete or absent.
 
 The manifest is written last and removed first, and is never overwritten. Readers accept only
-checkpoints that have a manifest, and whose files match the sizes and hashes in it.
+checkpoints with a manifest and with files that match its sizes and hashes.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class Upload:
         """Write the missing files, then the manifest.
 
         `may_write` is called before each write or removal, and raises to prevent it. `note_hash` is
-        called with the checkpoint's name and its manifest's hash, at a time when the store has no
-        other manifest of that name. Raises StoreError, and CheckpointError if the local files do
-        not match the manifest.
+        called with the checkpoint's name and the manifest's hash, while the store has no other
+        manifest of that name. Raises StoreError, and CheckpointError if the local files do not
+        match the manifest.
         """
         prefix = f"{CHECKPOINTS_NAME}/{self.name}/"
         stored = {entry.name: entry for entry in store.entries(prefix)}
@@ -128,7 +128,10 @@ class Upload:
         self.sent_bytes += len(content)
 
     def _put_manifest(self, store: ObjectStore, name: str, content: bytes) -> None:
-        """Write the manifest, unless an attempt whose response was lost has written it."""
+        """Write the manifest.
+
+        Skip the write if an earlier attempt succeeded but its response was lost.
+        """
         try:
             store.put(name, io.BytesIO(content), size=len(content), generation=ABSENT)
         except ConflictError:
@@ -184,7 +187,7 @@ def stored_manifests(store: ObjectStore) -> dict[str, str]:
 def remove_checkpoints(
     store: ObjectStore, *, keep: Collection[str], may_write: Callable[[], None]
 ) -> None:
-    """Remove all checkpoints except `keep`, complete or not; their manifests are removed first."""
+    """Remove all complete and incomplete checkpoints except `keep`; manifests are removed first."""
     for name, objects in _checkpoint_objects(store).items():
         if name in keep:
             continue
@@ -279,7 +282,9 @@ _IF_RESUMED = (
 
 
 def _require_heads(name: str, manifest: bytes, known: ManifestHashes) -> None:
-    """Raise CheckpointError if the recorded hashes show that the head did not write `manifest`."""
+    """Raise CheckpointError if the hashes that the head recorded show that it did not write
+    `manifest`.
+    """
     wrote, found = known.by_name().get(name), hashlib.sha256(manifest).hexdigest()
     if wrote not in (None, found):
         raise CheckpointError(
@@ -308,8 +313,8 @@ def _require_sizes(store: StoreReader, manifest: Manifest, prefix: str) -> None:
 def _require_room(store: StoreReader, name: str, size: int, checkpoints: Path) -> None:
     """Raise PreflightError if `size` bytes do not fit on the disk.
 
-    Raises CheckpointError instead if the run's other checkpoints are much smaller: all checkpoints
-    of a run have the same tensors.
+    Raises CheckpointError instead if the run's other checkpoints are much smaller. All checkpoints
+    of a run have the same tensors, so a much larger one is invalid.
     """
     free = shutil.disk_usage(checkpoints).free
     if size <= free:

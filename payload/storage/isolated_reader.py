@@ -1,4 +1,4 @@
-"""Read a store through a helper process, so that a hanging store cannot hang the caller.
+"""Reads a store through a helper process, so that a hanging store cannot block the caller.
 
 A process that reads a mount whose server is gone may be impossible to kill. The helper is `python
 -m payload.storage serve`. It answers each request on its stdin with frames on its stdout: a line of
@@ -55,7 +55,7 @@ def watched_store(
     most_s: float | None = None,
     note_s: float = _NOTE_S,
 ) -> Iterator[StoreReader]:
-    """Yield a store for reading, which raises StoreError after `most_s` without an answer.
+    """Yield a store for reading. Its methods raise StoreError after `most_s` without an answer.
 
     After `note_s` without an answer, `say` receives a line. By default, `most_s` is a minute for a
     folder; for a bucket, it is longer than the timeout of Google's client. `env` is the helper's

@@ -34,7 +34,7 @@ class MissingObjectError(StoreError):
 
 
 class TooLargeError(StoreError):
-    """An object exceeds its reader's limit, so it was not written by Tileforge."""
+    """An object exceeds the reader's size limit, so Tileforge did not write the object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

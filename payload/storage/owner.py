@@ -1,4 +1,4 @@
-"""The owner of a run in the store: the machine that started it, or last resumed it."""
+"""The owner of a run in the store: the machine that started or last resumed the run."""
 
 from __future__ import annotations
 

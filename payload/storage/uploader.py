@@ -38,7 +38,7 @@ from payload.storage.records import Records
 _LOOK_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _OWNER_EVERY_S = 20.0
-"""Time between two checks that this machine still owns the run."""
+"""Time between two checks of whether this machine still owns the run."""
 
 
 class Uploader:
@@ -97,7 +97,7 @@ class Uploader:
         """Upload files as the run writes them; after a line in `commands`, finish all uploads.
 
         At the end of a run, the supervisor sends a line, waits until all files are uploaded,
-        completes the summary, and closes `commands`. Then this process uploads the last records.
+        completes the summary, and closes `commands`. This process then uploads the last records.
         """
         self._update_state()
         pause_s, next_s, ends_s = 0.0, 0.0, float("inf")
@@ -170,7 +170,7 @@ class Uploader:
             self._require_owner()
 
     def _identity(self) -> RunIdentity:
-        """Return the run's identity; a new one is recorded if it is missing."""
+        """Return the run's identity; record a new identity if the run has none yet."""
         with suppress(OSError):
             if self._paths.root.is_dir():
                 return ensure_identity(self._paths, is_new=self._is_new, say=self._say)
@@ -240,9 +240,10 @@ class Uploader:
             self._require_owner()
 
     def _current(self, name: str) -> set[str]:
-        """Return the stored checkpoints up to `name`, and the later ones that exist locally.
+        """Return the stored checkpoints up to `name`, and later checkpoints that also exist
+        locally.
 
-        Any other later checkpoint was saved before the run was resumed at an earlier step.
+        Other later checkpoints are outdated: they were saved before a resume at an earlier step.
         """
         local = {folder.name for folder in self._local_checkpoints()}
         return {each for each in self._in_store if _step(each) <= _step(name) or each in local}
@@ -314,7 +315,7 @@ class Uploader:
 
 
 def manifest_sha256(folder: Path) -> str | None:
-    """Return the hash of a checkpoint's manifest, or None if it is missing."""
+    """Return the hash of a checkpoint's manifest, or None if the manifest is missing."""
     with suppress(OSError):
         return sha256_of(folder / MANIFEST_FILE)
     return None

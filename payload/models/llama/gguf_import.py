@@ -54,7 +54,7 @@ def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
 
 
 def _model_type(kind: str, values: Mapping[str, Value]) -> str:
-    """Return the `model_type` in config.json for an architecture."""
+    """Return the `model_type` of config.json for an architecture of llama.cpp."""
     if kind == ARCHITECTURES["olmo3"] and values.get(_WINDOW):
         return "olmo3"
     return next(name for name, architecture in ARCHITECTURES.items() if architecture == kind)
