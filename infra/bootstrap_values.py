@@ -10,8 +10,7 @@ from infra.node_addresses import SUBNET, node_address, node_name
 
 _ANY_KEY = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'A' * 43} any-operator"
 """A placeholder for the operator's key, so that the user-data does not depend on the operator's
-key.
-"""
+key."""
 
 
 def node_bootstrap(

@@ -1,6 +1,5 @@
 """Computes the cluster's cost per hour, in total and per million tokens; checks the hourly
-limit.
-"""
+limit."""
 
 from __future__ import annotations
 

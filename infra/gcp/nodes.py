@@ -60,8 +60,7 @@ class NodesArgs:
     service_account: Input[str]
     after: tuple[Resource, ...]
     """Resources that the nodes depend on, such as the NAT and the firewall, which package downloads
-    need.
-    """
+    need."""
 
 
 class ClusterNodes(ComponentResource):

@@ -19,8 +19,7 @@ _FORWARD_SHARE = 1 / 3
 _WIDTHS_WRITTEN = 16
 """Elements that the linears of a layer read and write per token, as a multiple of the residual
 stream's width: queries, keys and values 4, attention's output 2, the MLP 10. GPT-2 has exactly 16,
-Llama models have 15 to 18.
-"""
+Llama models have 15 to 18."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,7 @@ class CopyTimes:
     and of the gathered weight into newly allocated memory."""
     summed_s_per_byte: float
     """Time per byte of a gradient: allocation of memory, the copy into the collective's buffer, and
-    averaging and accumulating the rank's shard.
-    """
+    averaging and accumulating the rank's shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +37,7 @@ class ShardTimes:
 
 PLANNED_COPIES = CopyTimes(gathered_s_per_byte=0.3e-9, summed_s_per_byte=0.4e-9)
 """Copy times of one core, used if no run has measured them (`measure_shards`). The values were
-measured with a layer of GPT-2 124M on two busy cores of the development machine.
-"""
+measured with a layer of GPT-2 124M on two busy cores of the development machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +49,7 @@ class Network:
     """Rate at which the slowest link sends while it also receives. All ranks wait for this link."""
     latency_s: float = 0.0
     """Latency of one round of a ring. 0 if `bytes_per_s` comes from all-reduces of about a bucket's
-    size, because their times already include the latency.
-    """
+    size, because their times already include the latency."""
     busy_s_per_byte: float = 0.0
     """Compute time that a rank loses for each byte that it sends."""
     convert_s_per_number: float = 0.0

@@ -26,8 +26,7 @@ class QuantizedCost:
     whole_dtype: Dtype
     """Dtype of the unquantised base and the base's matmuls: bf16 if only bf16 fits into memory,
     otherwise the run's dtype. Exception: the run's dtype is also used if a 4-bit base fits and is
-    faster than an unquantised base in bf16.
-    """
+    faster than an unquantised base in bf16."""
     whole_bytes: int
     """Estimate of a rank's peak memory with the unquantised base and one sequence per
     micro-batch."""
@@ -36,12 +35,10 @@ class QuantizedCost:
     nf4_bytes: int
     whole_step_s: float
     """Predicted compute time of a step with the unquantised base. Includes the effect of kernels if
-    the run uses kernels.
-    """
+    the run uses kernels."""
     nf4_step_s: float
     """Predicted compute time of a step with a 4-bit base, without kernels. Includes
-    dequantising.
-    """
+    dequantising."""
     dequantize_s: float
     """The part of `nf4_step_s` in which weights are dequantised."""
     is_measured: bool

@@ -19,8 +19,7 @@ from payload.models.spec import ModelSpec
 
 _START_S = 12.0
 """Time before the first step and after the last step: the start of the processes, the import of
-torch, calibration and the report. Measured with SmolLM2-135M on two cores.
-"""
+torch, calibration and the report. Measured with SmolLM2-135M on two cores."""
 _SAVED_BYTES_PER_S = 0.5e9
 """Rate at which a checkpoint is hashed and written, assumed for a disk that was not measured."""
 _SAMPLES_START_S = 8.0

@@ -18,8 +18,7 @@ class SentBytes:
 
     replicate: float
     """Bytes sent to the ranks with the same weights as this rank: the full model, or the same part
-    of the model.
-    """
+    of the model."""
     shard: float
     """Bytes sent to the ranks that hold the other shards."""
     tensor: float = 0.0

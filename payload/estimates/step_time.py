@@ -38,8 +38,7 @@ class StepTime:
 
     compute_s: float
     """Time of the forward and backward passes without exchange. Includes the update if `update_s`
-    is 0.
-    """
+    is 0."""
     exchange_s: float
     """Time of the all-reduces of all buckets, one after the other."""
     exposed_s: float

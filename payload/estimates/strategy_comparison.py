@@ -18,8 +18,7 @@ from payload.models.spec import ModelSpec
 _ASSUMED_GPU_FLOPS_PER_S = 1.2e14
 """The assumed peak of a GPU, used only to order strategies if no preflight has measured the peak.
 The value is the L4's bf16 peak by specification: 242 TFLOP/s with sparsity, half of it without
-sparsity (https://www.nvidia.com/en-us/data-center/l4). Faster GPUs wait for the network more.
-"""
+sparsity (https://www.nvidia.com/en-us/data-center/l4). Faster GPUs wait for the network more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,8 +45,7 @@ FOLDER_NAME = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,17})")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
 """Keys of config.json that do not change results. The dtype is one of these keys, because a
-run sets the dtype itself.
-"""
+run sets the dtype itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +98,7 @@ def checkpoint_folders(checkpoints: Path) -> list[Path]:
 
 def _named_folders(checkpoints: Path) -> list[Path]:
     """List the paths with a checkpoint's name; an empty list if `checkpoints` is a link out of the
-    run.
-    """
+    run."""
     try:
         require_own(checkpoints)
     except CheckpointError:
@@ -213,8 +211,7 @@ def manifest_problems(folder: Path) -> list[str]:
 
 def listing_problem(manifest: Manifest) -> str | None:
     """Return a sentence on a file that a resume needs and the manifest lacks; None without a
-    problem.
-    """
+    problem."""
     is_adapter = any(name in manifest.files for name in ADAPTER_FILES)
     needed = (*(ADAPTER_FILES if is_adapter else MODEL_FILES), *NEEDED_FILES)
     missing = next((name for name in needed if name not in manifest.files), None)

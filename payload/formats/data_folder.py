@@ -48,8 +48,7 @@ RANGE_BYTES = 256 * 1024
 on 1,024 tokens (2 kB) takes 200 ms."""
 HASH_DIGITS = 32
 """Number of hexadecimal digits of a range's SHA-256 that meta.json stores. 128 bits are secure, and
-meta.json is half as large as with whole hashes.
-"""
+meta.json is half as large as with whole hashes."""
 
 _RANGE_HASH = re.compile(rf"[0-9a-f]{{{HASH_DIGITS}}}")
 
@@ -111,8 +110,7 @@ class ChatRecord:
     """Tokens of a block; training must use the same length."""
     packing: Literal["best-fit", "none"]
     """`best-fit` puts several conversations into a block. `none` puts one conversation into each
-    block, with padding.
-    """
+    block, with padding."""
     template_sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     train_trained_tokens: int = checked(low=1)
     """Number of tokens that the loss covers."""
@@ -124,8 +122,7 @@ class ChatRecord:
     truncated_tokens: int = checked(low=0)
     dropped_conversations: int = checked(low=0)
     """Number of conversations that were dropped because they had no trained token, before or after
-    truncation.
-    """
+    truncation."""
     on_long: OnLong = "truncate"
     """The value of --on-long: what happens to conversations that are longer than a block."""
     long_dropped_conversations: int = checked(0, low=0)
@@ -136,8 +133,7 @@ class ChatRecord:
     """Treatment of the assistant's thoughts, as in --thoughts."""
     added_samples: int = checked(0, low=0)
     """Number of samples beyond one per conversation. A conversation needs several samples if its
-    template renders a turn differently when other turns follow.
-    """
+    template renders a turn differently when other turns follow."""
     added_tokens: int = checked(0, low=0)
     """Number of tokens in the added samples."""
     literal_samples: int = checked(0, low=0)
@@ -335,8 +331,7 @@ def require_prepared_length(folder: Path, meta: DataMeta, *, sequence_length: in
 
 def describe_new_rows(meta: DataMeta, rows: int) -> str:
     """Return text about the new special tokens, and about the rows that a model of `rows` rows
-    gains.
-    """
+    gains."""
     ids = meta.added_ids()
     span = f"id {ids[0]}" if len(ids) == 1 else f"ids {ids[0]} to {ids[-1]}"
     grown = max(0, meta.vocab_size - rows)

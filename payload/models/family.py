@@ -54,8 +54,7 @@ class Family(ABC):
 
     def reads_unknown_type(self, raw: Mapping[str, Any]) -> bool:
         """Return whether this family reads a config.json with a `model_type` that no family
-        lists.
-        """
+        lists."""
         del raw
         return False
 

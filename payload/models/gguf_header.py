@@ -66,8 +66,7 @@ _MAX_FACTORS = 2**13
 _FLOAT = 6
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Names of the tensors that contain divisors of the rotary frequencies. These values become part of
-the config.
-"""
+the config."""
 _FIX = "Download it again, or use a folder in the Hugging Face layout."
 
 

@@ -26,8 +26,7 @@ class FileTensor:
     name: str
     sources: tuple[str, ...]
     """Names of the source tensors in the model. Several names are the matrices of experts, which
-    become a stack.
-    """
+    become a stack."""
     shape: tuple[int, ...]
     """Shape in the file, rows first as in torch."""
     part: int = 0
@@ -117,8 +116,7 @@ class GgufPlan:
 
 def _stacks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, ...]]:
     """Return the model's tensors that form each tensor of the file: one tensor, or one per
-    expert.
-    """
+    expert."""
     found: dict[str, dict[int, str]] = {}
     for name in shapes:
         match = _EXPERT.search(name)

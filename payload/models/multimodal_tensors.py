@@ -32,8 +32,7 @@ class TextNames:
 
     def text_name(self, name: str) -> str | None:
         """Convert a tensor's name in the files to its name in the text model; None for other
-        parts.
-        """
+        parts."""
         if name.startswith(self.head):
             return "lm_head." + name.removeprefix(self.head)
         rest = name.removeprefix(self.body)

@@ -82,8 +82,7 @@ LOGIT_DEFAULTS: Mapping[str, tuple[str, float]] = {
     "vaultgemma": ("final_logit_softcapping", 30.0),
 }
 """Text types for which the default of one of these keys changes the logits: the key and the
-default.
-"""
+default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,7 @@ PROCESS_BYTES = 350 * 2**20
 
 EXPERT_BIASES = (".e_score_correction_bias", ".ffn.gate.bias")
 """Name endings of biases that only choose experts. These biases are not parameters, and are fp32 in
-every copy of the weights. The second ending is DeepSeek-V4's.
-"""
+every copy of the weights. The second ending is DeepSeek-V4's."""
 
 WHOLE_ACTIVATIONS = 12 / 28
 """Share of a layer's activations that every tensor rank holds in full: norms, residual stream."""
@@ -53,8 +52,7 @@ class GradientSize:
     kind: Literal["head", "matrix", "vector", "embedding"]
     """`head`: a separate output head. `matrix`: a matrix of a layer; matmuls with such matrices
     take most of the backward pass. `vector`: norms and biases. `embedding`: looked up at the start
-    of the forward pass, so its gradient is complete last.
-    """
+    of the forward pass, so its gradient is complete last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +192,7 @@ class ModelSpec(ABC):
 
     def counts_gaps(self, setting: RankSetting) -> bool:
         """Return whether `memory_bytes` includes gaps in memory in proportion to the
-        activations.
-        """
+        activations."""
         return False
 
     def checkpointed_memory_bytes(self, setting: RankSetting) -> int:

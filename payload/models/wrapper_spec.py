@@ -41,8 +41,7 @@ class WrappedSpec(ModelSpec):
 
     def counts_gaps(self, setting: RankSetting) -> bool:
         """Return whether the estimate of the base's memory includes gaps in proportion to the
-        activations.
-        """
+        activations."""
         return self.base.counts_gaps(setting)
 
     def linears(self) -> tuple[LinearSize, ...]:

@@ -38,8 +38,7 @@ _FETCHES = 3
 """Attempts to download an object. A checksum detects data that the network has damaged."""
 _WRITE_ID = "tileforge-write"
 """Metadata key for a random id of each write. By this id, a writer recognises the object that it
-wrote.
-"""
+wrote."""
 _QUERY = re.compile(r"\?[^\s'\")>]+")
 _STAND_IN = "STORAGE_EMULATOR_HOST"
 """Environment variable in which Google's client finds the address of an emulator. No credentials

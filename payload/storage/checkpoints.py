@@ -283,8 +283,7 @@ _IF_RESUMED = (
 
 def _require_heads(name: str, manifest: bytes, known: ManifestHashes) -> None:
     """Raise CheckpointError if the hashes that the head recorded show that it did not write
-    `manifest`.
-    """
+    `manifest`."""
     wrote, found = known.by_name().get(name), hashlib.sha256(manifest).hexdigest()
     if wrote not in (None, found):
         raise CheckpointError(

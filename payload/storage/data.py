@@ -24,8 +24,7 @@ _TRIES = 3
 _NAME = re.compile(r"\w[\w.-]{0,199}", re.ASCII)
 _REPLACED = ".replaced-"
 """Suffix of a replaced data folder, followed by random digits. The folder is removed once no
-process uses it.
-"""
+process uses it."""
 
 
 def fetch_data(store: StoreReader, folder: Path, *, say: Callable[[str], None]) -> None:

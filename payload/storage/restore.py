@@ -26,8 +26,7 @@ TO_RESUME = tuple(
     path.name for path in (NAMES.config, NAMES.plan, NAMES.metrics, NAMES.state, NAMES.summary)
 )
 """Records that a resume reads. The inventory is not one of them, because the new machine has its
-own.
-"""
+own."""
 
 
 def has_run(store: StoreReader) -> bool:
@@ -118,8 +117,7 @@ def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) 
 
 def _require_same_store(store: StoreReader, paths: RunPaths, *, local: Path | None) -> None:
     """Raise StoreError if the run is missing from the store, for example on a path that is not
-    mounted.
-    """
+    mounted."""
     if has_run(store):
         return
     before = last_record(StoreState, paths.store_state)

@@ -64,8 +64,7 @@ def resolve_results(config: RunConfig, *, bucket: str | None) -> RunConfig:
 
 def require_new_in_store(config: RunConfig, run_id: str, *, env: Mapping[str, str]) -> None:
     """Raise ConfigError or PreflightError if this machine cannot use a configured store for a new
-    run.
-    """
+    run."""
     results = config.storage.address()
     if results is not None:
         check_store_access(results, env=env, new_run=run_id)

@@ -170,7 +170,7 @@ class Uploader:
             self._require_owner()
 
     def _identity(self) -> RunIdentity:
-        """Return the run's identity; record a new identity if the run has none yet."""
+        """Return the run's identity; record a new identity if the run has no identity."""
         with suppress(OSError):
             if self._paths.root.is_dir():
                 return ensure_identity(self._paths, is_new=self._is_new, say=self._say)

@@ -44,8 +44,7 @@ _PRODUCT_S = 0.08
 _UPDATE_S = 0.15
 _UPDATED_WEIGHTS = 2**23
 """Number of weights in the measured update. The update reads and writes 28 bytes per weight, more
-in total than most caches hold.
-"""
+in total than most caches hold."""
 _FEW_CORES = 8
 """Up to this number of cores, runs with one rank per core are common enough to be measured."""
 _DEADLINE_S = 90

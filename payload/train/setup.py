@@ -269,8 +269,7 @@ def _base_model(
 
 def _adapters_base(folder: Path, config: RunConfig, state: TrainerState | None) -> BaseModel:
     """Return the identity of the adapter's base in `folder`; on a resume the base must be
-    unchanged.
-    """
+    unchanged."""
     if has_adapter(folder):
         raise CheckpointError(
             f"model.init = {config.model.init!r}: this is an adapter, but adapter.kind = "
@@ -356,8 +355,7 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
 
 def _described(folder: Path) -> Mapping[str, object]:
     """Return config.json of `folder`, completed by values that a multimodal model's tensors
-    determine.
-    """
+    determine."""
     whole = read_spec(folder).whole
     return read_config(folder) if whole is None else whole.config
 

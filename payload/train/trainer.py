@@ -330,8 +330,7 @@ class Trainer:
         self, loss: torch.Tensor
     ) -> tuple[float, bool, RankTimes | None, torch.Tensor, torch.Tensor]:
         """Return the mean loss, whether to stop, the ranks' times, the loss's sums and the tokens
-        of each expert; all are equal on all ranks.
-        """
+        of each expert; all are equal on all ranks."""
         world, strategy = self._context.world, self._context.strategy
         own = float(loss) if strategy.has_results() else 0.0
         shared = torch.tensor(

@@ -1,6 +1,5 @@
 """Finds the columns that a task reads, by comparing names of columns with known names without
-case.
-"""
+case."""
 
 from __future__ import annotations
 

@@ -174,8 +174,7 @@ def _analysis(message: Mapping[str, Any], where: str, *, is_trained: bool) -> st
 
 def _plain_message(given: object) -> dict[str, Any] | None:
     """Return the converted message if `given` has only a role and a text, as most messages do;
-    otherwise None.
-    """
+    otherwise None."""
     if type(given) is not dict or len(given) != 2:
         return None
     for role_key, content_key in _FORMS:
@@ -438,8 +437,7 @@ def tool_list(value: object, where: str) -> list[dict[str, Any]]:
 
 def _wrapped(function: Mapping[str, Any]) -> dict[str, Any]:
     """Return a function's schema as an entry of `tools`, with the wrapper that OpenAI's `functions`
-    lack.
-    """
+    lack."""
     inner = {key: value for key, value in clean(function).items() if key != "type"}
     return {"type": "function", "function": inner}
 

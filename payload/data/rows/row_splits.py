@@ -28,8 +28,7 @@ class RowSplits:
         self._counts: Counter[str] = Counter()
         self._valid: list[list[int]] = []
         """Ranges of row indices, as [start, end): the rows that the column declares for
-        validation.
-        """
+        validation."""
 
     def add(self, row: Mapping[str, Any], number: int) -> str | None:
         """Count a row; return the reason if it is a test row, which is left out."""

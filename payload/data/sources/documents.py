@@ -48,12 +48,10 @@ class Batch:
     """True for the last piece of a document."""
     skipped: list[tuple[int, int, str]] = field(default_factory=list)
     """For each group of bad documents: the number of the first document, the count, and the
-    message.
-    """
+    message."""
     file_starts: list[tuple[int, int]] = field(default_factory=list)
     """For each file that begins in the batch: the number of the file's first document, and the
-    file's index.
-    """
+    file's index."""
     cursor: Cursor = field(default_factory=dict)
     """Cursor of the next batch."""
     text_bytes: int = 0
@@ -83,8 +81,7 @@ class Source(Protocol):
     @property
     def default_val_fraction(self) -> float | None:
         """Default fraction of the documents for validation; None if the fraction depends on the
-        number of documents.
-        """
+        number of documents."""
 
     @property
     def revision(self) -> str | None:

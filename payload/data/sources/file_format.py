@@ -31,8 +31,7 @@ _RECORDS = 200
 """Number of records that are compared to find the delimiter."""
 _FEWEST_RECORDS = 3
 """Minimum number of records, including the header, from which a file without a table's suffix can
-count as a table.
-"""
+count as a table."""
 _SEPARATOR_LINE = re.compile(r"sep=(.)\r?\n")
 """Matches the first line of a file in which Excel declares the delimiter."""
 _ROW_OBJECT = re.compile(r'\s*\{\s*("|\}\s*$)')

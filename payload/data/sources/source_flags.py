@@ -28,8 +28,7 @@ class SourceRequest:
     """Files or folders; for `hf` the name of a dataset or a folder."""
     input_numbers: tuple[int, ...] = ()
     """For each of `inputs`, the index of the --input that led to it; empty if `inputs` equals the
-    list of --input.
-    """
+    list of --input."""
     glob: str | None = None
     """Pattern for the files of a folder; None uses the default of the kind."""
     text_column: str | None = None

@@ -13,8 +13,7 @@ _ENOUGH_VAL_TEXTS = 3
 _MOST_VAL_SHARE = 0.3
 _UNEQUAL = 3
 """Ratio from which class weights are suggested: texts of the most frequent label, divided by texts
-of the least frequent label.
-"""
+of the least frequent label."""
 
 
 def label_notes(

@@ -37,8 +37,7 @@ _LONG_ENOUGH = 4
 """Minimum length of a text that another text does not contain by chance."""
 _MOST_PIECES = 16
 """Limit on the number of pieces of a content. Each piece is changed and rendered to find out if the
-template leaves it out.
-"""
+template leaves it out."""
 
 
 def require_rendered(
@@ -194,8 +193,7 @@ def _is_in(texts: Sequence[str], text: str) -> bool:
 
 def _is_surely_in(texts: Sequence[str], text: str) -> bool:
     """Return True if `text` contains all of `texts`, and one of them is too long to match by
-    chance.
-    """
+    chance."""
     return any(len(each) >= _LONG_ENOUGH for each in texts) and _is_in(texts, text)
 
 

@@ -35,8 +35,7 @@ class TurnEnd:
     """The text after the answer, up to the stop token, if another message follows."""
     prompt_only: str = ""
     """Suffix of the generation prompt that an answered turn does not contain; "" without such
-    text.
-    """
+    text."""
     opener: str = ""
     """The first token of the generation prompt, which begins a turn of the assistant."""
     header: str = ""

@@ -271,8 +271,7 @@ def _fingerprints_of_same(
     meta: DataMeta, settings: PrepareSettings, identity: Sequence[Any]
 ) -> set[str]:
     """Return the fingerprints of `settings` with each val_fraction that gives the folder's
-    split.
-    """
+    split."""
     requested, used = settings.val_fraction, meta.split.val_fraction
     shares = {requested}
     if requested == used:

@@ -53,8 +53,7 @@ class Layer:
     rope: Rope
     keys_from: int | None
     """Index of the earlier layer whose keys and values this layer uses; None = this layer has its
-    own keys and values.
-    """
+    own keys and values."""
     has_values: bool
     """False if the keys, before their norm, are also the values."""
     inner: int

@@ -48,8 +48,7 @@ class Mixture:
 
     def active_params(self, width: int) -> int:
         """Return how many weights of a layer a token uses: the router's, and those of the token's
-        experts.
-        """
+        experts."""
         return (self.experts + 3 * self.active * self.inner) * width
 
     def kept_elements(self, width: int, *, kernels: bool) -> int:

@@ -48,12 +48,10 @@ class TypeDefaults:
     """True if the MLP of each layer is a mixture of experts."""
     is_phi: bool = False
     """True if queries, keys and values are one linear, and gate and up another linear. The rotary
-    embedding can be partial or LongRoPE.
-    """
+    embedding can be partial or LongRoPE."""
     norms_only_outputs: bool = False
     """True for OLMo: the outputs of attention and MLP are normed instead of the inputs. Queries are
-    normed over all heads together, and keys are too.
-    """
+    normed over all heads together, and keys are too."""
     has_multipliers: bool = False
     """True for Granite: embeddings, outputs of the layers and logits are scaled."""
 

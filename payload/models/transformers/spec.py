@@ -102,12 +102,10 @@ class Counts:
     embedding: int
     attention_layers: int
     """Number of layers with attention tensors; 0 if the tensors' names do not show which layers
-    have attention.
-    """
+    have attention."""
     recurrent: str | None
     """Name of a tensor in a recurrence; None = no recurrence. Operations of a recurrence are not
-    counted.
-    """
+    counted."""
     gradients: tuple[GradientSize, ...]
     experts: int
     """Number of weights in all experts."""
@@ -115,8 +113,7 @@ class Counts:
     """The layers' linears. Until the module is built, the names are the names in the files."""
     others: tuple[ParameterSize, ...] = ()
     """Matrices of the module beside `linears`, and stacks of matrices; empty until the module is
-    built.
-    """
+    built."""
     has_modules: bool = False
     """True if the linears' names are from the built module; False if they are from the files."""
 

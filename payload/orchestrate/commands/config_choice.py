@@ -25,8 +25,8 @@ def load_config(
 ) -> RunConfig:
     """Return the settings of the config file, the resumed run or the defaults, with --set on top.
 
-    If the plan of a resumed run chose the micro-batch, `auto` resolves to the size that was chosen.
-    If the run's settings had a number instead, `auto` is resolved again. Raises ConfigError.
+    If the plan of a resumed run chose the micro-batch size, `auto` resolves to this size. If the
+    run's settings had a number instead, `auto` is resolved again. Raises ConfigError.
     """
     if options.config_path is not None:
         config = load_run_config(options.config_path, overrides=options.overrides)

@@ -131,7 +131,7 @@ def doctor(options: DoctorOptions, env: Mapping[str, str]) -> int:
 
 
 def examine(google: Google, need: CloudRequirements, pulumi: Pulumi | None) -> Iterator[Check]:
-    """Yield the result of every check; a check that cannot run is reported as unknown.
+    """Yield the result of every check. The result of a check that cannot run is `unknown`.
 
     Raises CloudAuthError without credentials.
     """

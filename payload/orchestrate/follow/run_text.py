@@ -109,7 +109,7 @@ def estimate(
     samples: bool = False,
     expected_val_tokens: int = 0,
 ) -> Estimate:
-    """Estimate a run from the speed of earlier runs, the measured speed, or a typical speed.
+    """Estimate a run. The speed comes from earlier runs, a measurement, or a table.
 
     `earlier` has the runs on this machine, the newest first. `samples` is True if text is generated
     before and after the run; `expected_val_tokens` is used if the data do not exist yet.
@@ -216,7 +216,7 @@ def _dequantize_s(planned: ResolvedPlan, quantized: QuantizedCost | None) -> flo
 def _store_usd(planned: ResolvedPlan, size: int) -> float | None:
     """Return the monthly price of `size` bytes in the cluster's bucket, if it is known.
 
-    The region of a different bucket is unknown.
+    For any other bucket, the region is unknown.
     """
     address, head = planned.config.storage.address(), planned.inventory.head
     if address is None or address.bucket is None or address.bucket != planned.inventory.bucket:
@@ -453,7 +453,10 @@ def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> li
 def _confusion_lines(
     confusion: Sequence[Sequence[int]], labels: Sequence[str], *, width: int
 ) -> list[str]:
-    """Return the confusion matrix or, if it is wider than `width`, where to read it."""
+    """Return the lines of the confusion matrix.
+
+    If it is wider than `width`, return a line that names the file with the matrix.
+    """
     names = [printable_line(label) for label in labels]
     rows = [(name, *map(str, row)) for name, row in zip(names, confusion, strict=True)]
     table = table_lines(("true label", *names), rows)

@@ -217,7 +217,7 @@ def cpu_flags() -> list[str] | None:
 
 
 def physical_cores() -> int | None:
-    """Return the number of physical cores available to this process."""
+    """Return the number of physical cores that this process may use."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     cores = set()

@@ -83,7 +83,7 @@ class PreflightRequest:
     ssh_key: Path | None
     config: RunConfig
     is_configured: bool
-    """True if the operator named a config, so that its ranks must fit on the nodes."""
+    """True if the operator named a config. The ranks of this config must then fit on the nodes."""
     quick: bool
     """Skip the trial and its measurements."""
     wait: float
@@ -217,7 +217,7 @@ def check_cluster(
     mesh_s: float = _MESH_S,
     need: GpuNeed | None = None,
 ) -> Report:
-    """Probe every node over SSH, then the connections between nodes for at most `mesh_s`.
+    """Check every node over SSH, then the connections between nodes for at most `mesh_s` seconds.
 
     `lock_sha` is the SHA-256 of the expected lock file, if known. `need` is the run's need for
     GPUs.

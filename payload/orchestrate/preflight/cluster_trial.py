@@ -233,9 +233,10 @@ class _ClusterTrial:
     on_gpus: bool
 
     def run(self, answers: Answers, *, talk: Console) -> Outcome | str:
-        """Run the trial and return its outcome, or return the id of an active run on the head.
+        """Run the trial and return its outcome.
 
-        Raises HeadBusyError and errors of the connection.
+        If a run is active on the head, return its id instead. Raises HeadBusyError and errors of
+        the connection.
         """
         cluster, code = self.cluster, this_code()
         head = answers[self.nodes[0].name]

@@ -52,7 +52,7 @@ class Prediction:
     """The predicted step of a run on the measured nodes."""
 
     what: str
-    """A description of the run."""
+    """Description of the run, for messages."""
     sync_s: float
     """Time of the all-reduce without any overlap; 0 with one rank."""
     compute_s: float
@@ -389,7 +389,10 @@ def try_if_new(
     config: RunConfig,
     placement: Placement | None = None,
 ) -> Report:
-    """Run a trial before a run, unless a trial of this payload on these nodes is recent."""
+    """Run a trial before a run.
+
+    The trial is skipped if a recent trial of this payload on these nodes has succeeded.
+    """
     record = _known_trial_of(report, nodes, config)
     if record is not None and is_fresh(record, now_unix=time.time()):
         return replace(report, measured=record.measured)

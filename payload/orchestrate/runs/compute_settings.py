@@ -128,7 +128,7 @@ def settle_run(
 def slow_bf16(
     config: RunConfig, core_flops_per_s: Mapping[Dtype, float], *, kept_dtype: Dtype | None = None
 ) -> list[str]:
-    """Return a note if a run computes in bf16 on CPUs that are faster in fp32.
+    """Return a note if a run computes in bf16 although its CPUs are faster in fp32.
 
     `kept_dtype` is the dtype of the checkpoint that the run resumes from, if any.
     """

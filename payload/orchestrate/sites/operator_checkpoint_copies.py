@@ -72,7 +72,7 @@ class CheckpointCopies:
         self._run.close()
 
     def _copied(self) -> bool:
-        """Copy the newest checkpoint; return whether it was new."""
+        """Copy the newest checkpoint; return False if it was already copied."""
         newest = self._run.newest_remote_checkpoint()
         if newest is None or (self._last is not None and newest == self._last.name):
             return False

@@ -249,7 +249,7 @@ class LiveLine:
         return self._view.row is not None
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Show a finished step; `row` is its line of metrics.jsonl."""
+        """Show a finished step; `row` is the step's line of metrics.jsonl."""
         self._eta.step(row)
         self._view = replace(self._view, row=row)
 
@@ -363,7 +363,7 @@ class View:
 
 
 def _fit(parts: Sequence[Part], width: int) -> str:
-    """Join one form of each part.
+    """Join one form of each part to a line of at most `width` cells.
 
     If the line is too long, optional parts are dropped first, then parts are shortened, and then
     more parts are dropped.

@@ -97,8 +97,7 @@ class TrainerState:
     """Identity of the run, which distinguishes runs of the same name; None in older records."""
     router_loss: bool | None = None
     """True if training adds the load-balancing loss of a mixture of experts; None in older
-    records.
-    """
+    records."""
     config_toml: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -250,8 +249,7 @@ def _write_snapshot(
 
 def _put_in_place(partial: Path, folder: Path) -> None:
     """Rename the complete checkpoint to `folder`; only then remove an older checkpoint of this
-    name.
-    """
+    name."""
     replaced = folder.with_name(f"{folder.name}.replaced{PARTIAL_SUFFIX}")
     if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)

@@ -163,8 +163,7 @@ class MeshSnapshot(Snapshot):
 
     def _sends(self, distribution: Distribution) -> bool:
         """Return whether rank 0 receives this rank's part; of equal copies, rank 0 receives only
-        one.
-        """
+        one."""
         place = self._mesh.place(self._rank)
         return place.pipeline == distribution.stage and (
             distribution.split is not None or place.tensor == 0

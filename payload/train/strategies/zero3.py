@@ -126,8 +126,7 @@ class Zero3(Strategy):
 
     def _own_elements(self, count: int) -> tuple[int, int, int]:
         """Return the (begin, end) of this rank's share of `count` elements, and the share's padded
-        size.
-        """
+        size."""
         ranks = self.world.world_size
         start, end = bounds(count, index=self.world.rank, size=ranks)
         return start, end, -(-count // ranks)

@@ -196,8 +196,7 @@ def _require_same(
 
 def start_note(body: CausalLM, labels: ClassifyRecord, *, folder: Path, init: str) -> str:
     """Return the log line about the initialisation of `score` in a new classifier with this
-    body.
-    """
+    body."""
     if init == "scratch":
         return "starts from random values, like all weights of the model (model.init = 'scratch')"
     if not labels.label_tokens:

@@ -29,8 +29,7 @@ class EvalPass:
     autocast: Callable[[], AbstractContextManager[None]]
     should_stop: Callable[[int, int], bool]
     """Called after every batch with the number of batches done and in total. The result is the same
-    on all ranks.
-    """
+    on all ranks."""
     without_gradients: Callable[[], AbstractContextManager[object]] = torch.inference_mode
     """The context in which a batch is computed, in addition to `autocast`."""
     computes_together: bool = False

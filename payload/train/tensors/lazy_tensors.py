@@ -213,8 +213,7 @@ class PlannedTensors(LazyTensors):
         self._like = like
         self.targets: dict[str, Tensor] = {}
         """The model's tensors that `copy_in` would set. The keys are the names of the file's
-        tensors.
-        """
+        tensors."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape without reading it."""

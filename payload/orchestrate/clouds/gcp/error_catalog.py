@@ -69,7 +69,7 @@ class Refusal:
 
     error: type[TileforgeError]
     advice: str
-    """The fix. If Google's message does not state the cause, the cause comes before the fix."""
+    """The fix. If Google's message does not state the cause, the text begins with the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +338,8 @@ def access_refusal(text: str, *, project: str = "", login: GoogleLogin) -> Refus
 
 
 def other_refusal(text: str, *, project: str = "") -> Refusal | None:
-    """Return any other recognized refusal, or None."""
+    """Return a refusal that `access_refusal` does not cover, or None if the text is not
+    recognized."""
     return _first(_OTHERS, text, project=project)
 
 

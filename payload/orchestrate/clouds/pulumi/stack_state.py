@@ -53,7 +53,7 @@ class StackState:
     identities: tuple[str, ...] = ()
     """The cluster's identities, from labels and descriptions; empty if an older version built the
     cluster. If identity.json is lost, `pulumi up` changes the identity in labels, but not in
-    descriptions. So there can be two identities."""
+    descriptions. So a stack can have two identities."""
 
     @property
     def projects(self) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ def _where(arguments: str) -> str:
 
 
 def ownership_of(state: StackState, *identities: str | None, project: str) -> Ownership:
-    """Return the ownership that the stack's state and these identities prove."""
+    """Return the proof of ownership from the stack's state and from further identities."""
     return Ownership(
         identities=frozenset(filter(None, (*state.identities, *identities))),
         known=tuple(found for _, found in state.parts if found),
