@@ -34,7 +34,7 @@ def read_bytes(path: Path, *, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Return a regular file's content.
 
     Raises OSError. A path that is not a regular file is an error, and so is a file over
-    `limit_bytes`: reading can neither block nor fill the memory.
+    `limit_bytes`. So reading can neither block nor fill the memory.
     """
     with open_regular(path) as file:
         content = file.read(limit_bytes + 1)

@@ -16,8 +16,8 @@ def inside_folder(path: Path, *, home: Path | None = None) -> Path:
 
     By default, `home` is the parent of `path`. Raises OSError for a link that leads out of that
     folder, because the author of the link could make a command read any file and copy it to the
-    output. The hub's cache stores files in `blobs`, next to `snapshots`; links to these are
-    followed.
+    output. The hub's cache stores files in `blobs`, next to `snapshots`. Links to files in `blobs`
+    are followed.
     """
     folder, target = (Path(os.path.realpath(each)) for each in (home or path.parent, path))
     blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder

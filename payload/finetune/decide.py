@@ -65,7 +65,7 @@ class FinetuneRequest:
 
     model: str
     data: tuple[str, ...]
-    """Files and folders, each with its weight if it has one; or a dataset of the hub."""
+    """Files and folders, each as PATH or PATH:WEIGHT; or the name of one dataset of the hub."""
     data_options: DataOptions
     rendering: argparse.Namespace
     """Options of `prepare` that decide how rows are rendered."""
@@ -102,7 +102,7 @@ class FinetunePlan:
     example: Sequence[Sample]
     """The samples of one row as they are trained; empty for texts."""
     is_sampled: bool
-    """True if the base and the result can generate samples in little time."""
+    """True if the base model and the trained model are small enough to generate samples quickly."""
 
     def commands(self) -> tuple[str, str]:
         """Return both commands, ready to type."""
@@ -406,7 +406,7 @@ def _choices(
     spec: ModelSpec,
     user_settings: dict[str, Any],
 ) -> list[Choice]:
-    """Return every setting of run.toml; the user's settings replace chosen ones."""
+    """Return every setting of run.toml. The user's settings replace the chosen settings."""
     length = counted.length
     data = data_size(
         found.task,
@@ -467,7 +467,7 @@ _ASSUMED_STEPS = 100
 
 
 def data_name(paths: Sequence[str]) -> str:
-    """Return the name of the first input without suffixes; of several inputs, with `-mix`."""
+    """Return the name of the first input without suffixes; for several inputs, append `-mix`."""
     name = Path(paths[0]).name.partition(".")[0]
     return f"{name}-mix" if name and len(paths) > 1 else name
 

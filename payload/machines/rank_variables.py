@@ -22,8 +22,8 @@ class RankVariables:
     local_rank: str
     local_world_size: str
     only_with: str | None = None
-    """Variable that only this launcher sets; if it is missing, another program set the other
-    variables."""
+    """Variable that only this launcher sets. If this variable is missing, another program set the
+    launcher's other variables."""
 
     def are_in(self, env: Mapping[str, str]) -> bool:
         """Return whether this launcher started the process with this environment."""

@@ -44,7 +44,7 @@ class ManifestHash:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestHashes:
-    """manifest_hashes.json: hashes from all attempts, including those of removed checkpoints."""
+    """manifest_hashes.json: hashes from all attempts, also of removed checkpoints."""
 
     hashes: tuple[ManifestHash, ...] = checked((), max_items=MOST_HASHES)
     """One hash per checkpoint, the oldest step first."""
@@ -57,14 +57,15 @@ class ManifestHashes:
     def is_gap(self, checkpoint: str) -> bool:
         """Return True if earlier and later checkpoints have a hash, and this one lacks a hash.
 
-        The head has a hash of each checkpoint that it uploads, so it has not uploaded this one.
+        The head has a hash of each checkpoint that it uploads, so it has not uploaded this
+        checkpoint.
         """
         steps = [checkpoint_step(PurePosixPath(each.checkpoint)) for each in self.hashes]
         step = checkpoint_step(PurePosixPath(checkpoint))
         return bool(steps) and min(steps) < step < max(steps) and step not in steps
 
     def merged(self, others: Iterable[ManifestHash]) -> ManifestHashes:
-        """Return the union, with the latest hash of each of the last MOST_HASHES checkpoints."""
+        """Return the union: for each of the last MOST_HASHES checkpoints, the latest hash."""
         latest: dict[str, ManifestHash] = {}
         for each in sorted((*self.hashes, *others), key=lambda each: each.time_unix):
             latest[each.checkpoint] = each

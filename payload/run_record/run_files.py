@@ -68,7 +68,7 @@ _T = TypeVar(
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """Paths of the files in a run folder; no other module contains the names of these files."""
+    """Paths of the files in a run folder; no other module contains the file names."""
 
     root: Path
 
@@ -326,8 +326,8 @@ class RunState:
     failed_rank: int | None = None
     """The rank that caused the failure; None if no rank did."""
     supervisor_pid: int | None = checked(None, low=1)
-    """Process id of the supervisor; None if unknown, as in a state that was rebuilt from other
-    records."""
+    """Process id of the supervisor; None if unknown, for example after the state was rebuilt from
+    other records."""
     node: str | None = checked(None, pattern=NODE_NAME, wanted="a node name")
     """Name of the node that the supervisor runs on; None if unknown."""
     started_unix: float = _seconds()
@@ -431,8 +431,8 @@ Record: TypeAlias = Summary | RunState | StopRequest | RunJob | StoreState | Ran
 def latest_folder(runs_dir: Path) -> Path | None:
     """Return the run folder in `runs_dir` that the symlink `latest` names, or None.
 
-    Only the last part of the link's target is used: in a cloned project, the link could lead to any
-    folder.
+    Only the last path component of the link's target is used. In a cloned project, the link could
+    lead to any folder.
     """
     with suppress(OSError):
         name = (runs_dir / LATEST).readlink().name
@@ -486,7 +486,8 @@ def read_json(cls: type[_T], path: Path) -> _T | None:
 def last_record(cls: type[_T], path: Path) -> _T | None:
     """Read a file that `write_json` wrote; return None if it is absent, damaged or not readable.
 
-    This is for callers that do not depend on the record, as a damaged file must not stop a run.
+    Callers use this function if they do not depend on the record, so that a damaged file does not
+    stop a run.
     """
     try:
         return read_json(cls, path)
@@ -514,8 +515,8 @@ def default_runs_dir(*, option: str = "--runs-dir", run: str = "") -> Path:
 def require_own_folders(paths: RunPaths) -> None:
     """Raise ConfigError if the run folder contains a symlink to a folder outside of it.
 
-    Otherwise a crafted run folder could make the program read, upload or overwrite any folder. The
-    run folder itself may be a symlink, because the user names that folder.
+    Through such a symlink, a crafted run folder could make the program read, upload or overwrite
+    any folder. The run folder itself may be a symlink, because the user names that folder.
     """
     for link in links_out(paths.root):
         with suppress(OSError):  # this user has no access

@@ -48,9 +48,9 @@ def build(
 ) -> _T:
     """Build the dataclass `cls` from a JSON object, and check each field's declared limits.
 
-    `where` names the origin in messages, `fix` is the sentence with the remedy. Unless
-    `refuse_unknown`, unknown keys are ignored, so that an older release can read the file of a
-    newer release. Raises `error`.
+    `where` names the origin in messages, `fix` is the sentence with the remedy. Unknown keys are
+    ignored, so that an older release can read the file of a newer release. With `refuse_unknown`,
+    they are errors. Raises `error`.
     """
     try:
         built: _T = read_record(cls, raw, refuse_unknown=refuse_unknown)
