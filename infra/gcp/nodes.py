@@ -1,4 +1,4 @@
-"""The machines: plain instances with boot disks, which Google deletes at their lifetime limit."""
+"""The machines: plain instances with boot disks. Google deletes them at their lifetime limit."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ MAX_FILE_BYTES = 64 * 2**20
 def open_regular(path: Path, *, follows: bool = True) -> io.BufferedReader:
     """Open a regular file for reading.
 
-    Raises OSError for a folder, a pipe or a device, because reading these could block. Unless
-    `follows` is true, also raises OSError for a link.
+    Raises OSError for a folder, a pipe or a device, because reading these could block. If `follows`
+    is False, also raises OSError for a link.
     """
     link = 0 if follows else os.O_NOFOLLOW
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | link)

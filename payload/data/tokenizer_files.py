@@ -1,4 +1,4 @@
-"""The tokenizer files of a checkpoint, with which transformers can load the checkpoint.
+"""The tokenizer files of a checkpoint. transformers needs these files to load the checkpoint.
 
 If the initial model has a tokenizer, its files are kept. Otherwise, the files of the data folder
 are used. For data with GPT-2's tokenizer, which is packaged, the files are generated here.

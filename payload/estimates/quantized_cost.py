@@ -80,7 +80,7 @@ class QuantizedCost:
 
 
 def quantized_weights(spec: ModelSpec) -> int:
-    """Return the number of weights in the layers' linears, which are quantised."""
+    """Return the number of weights that are quantised: the weights of the layers' linears."""
     return sum(each.inputs * each.outputs for each in spec.linears())
 
 

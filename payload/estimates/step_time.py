@@ -103,7 +103,7 @@ def _waiting_step_time(
     threads: int,
     speed: RankSpeed | None,
 ) -> StepTime:
-    """Return the step time of ranks whose collectives run one after the other, without overlap.
+    """Return the step time of ranks that run collectives one after the other, without overlap.
 
     Tensor ranks are on the same node and send through memory.
     """
@@ -174,7 +174,7 @@ def update_s(
 ) -> float:
     """Return the seconds of the update on the rank with the most weights.
 
-    Without a measured `speed`, the time is that of the development machine.
+    Without a measured `speed`, the speed of the development machine is assumed.
     """
     held = largest_stage(spec, mesh.pipeline) / (mesh.tensor * mesh.shard)
     optimizer = find_optimizer(config.optimizer.name)

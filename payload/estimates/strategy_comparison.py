@@ -63,7 +63,7 @@ def compare_strategies(
     speed: RankSpeed | None = None,
     tokens: int | None = None,
 ) -> tuple[StrategyPrediction, ...]:
-    """Return the possible strategies: first those that fit into memory, then the others.
+    """Return the possible strategies: first the strategies that fit into memory, then all others.
 
     The strategies of both groups are sorted by predicted time.
 

@@ -134,9 +134,10 @@ def require_own(path: Path) -> None:
 def newest_valid(
     checkpoints: Path, *, passed_over: Callable[[Path, str], None] = lambda _folder, _problem: None
 ) -> Path | None:
-    """Return the newest checkpoint whose files match its manifest, or None.
+    """Return the newest checkpoint with files that match its manifest, or None.
 
-    All of its files are read. `passed_over` is called with each damaged checkpoint and its problem.
+    All files of this checkpoint are read. `passed_over` is called with each damaged checkpoint and
+    its problem.
     """
     for folder in reversed(_named_folders(checkpoints)):
         problems = ["it is a link."] if folder.is_symlink() else manifest_problems(folder)

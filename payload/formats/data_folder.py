@@ -38,7 +38,7 @@ PAIR_BYTES = 16
 MOST_NAME_TOKENS = 1024
 """Limit on the tokens of one label name in meta.json."""
 FOLDER_WORD = "folder"
-"""Prefix in `source` for a local folder whose name could also be a dataset on the hub."""
+"""Prefix in `source` for a local folder with a name that could also be a dataset on the hub."""
 SCHEMA_VERSION = 1
 IGNORED_TARGET = -100
 """Target of a position that the loss ignores. It is PyTorch's default for cross entropy."""
@@ -170,7 +170,7 @@ class PreferenceRecord:
     """Highest number of tokens of a conversation; training must use the same length."""
     template_sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     train_trained_tokens: int = checked(low=2)
-    """Number of answer tokens, which the loss covers."""
+    """Number of answer tokens. The loss covers these tokens."""
     val_trained_tokens: int = checked(low=2)
     truncated_answers: int = checked(low=0)
     """Number of truncated answers."""
@@ -291,7 +291,7 @@ class DataMeta:
     def mean_sample_tokens(self) -> float | None:
         """Return the mean number of tokens of a training text or pair, without padding.
 
-        Return None for tasks whose samples are blocks of `data.sequence_length` tokens.
+        Return None for tasks with samples of exactly `data.sequence_length` tokens (blocks).
         """
         samples = {
             "classify": (EXAMPLES_NAMES, EXAMPLE_BYTES),
@@ -318,7 +318,7 @@ def require_task(folder: Path, meta: DataMeta, *, task: TaskKind) -> None:
 
 
 def require_prepared_length(folder: Path, meta: DataMeta, *, sequence_length: int) -> None:
-    """Raise ConfigError unless the data was prepared for this sequence length."""
+    """Raise ConfigError if the data was prepared for a different sequence length."""
     record = meta.chat or meta.preference
     if record is not None and sequence_length != record.sequence_length:
         was = "packed into blocks" if meta.chat is not None else "prepared for conversations"

@@ -82,7 +82,7 @@ def _step(step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_defaults(given: Mapping[str, Any], kind: object) -> dict[str, Any]:
-    """Return the entries whose value is neither null nor the package's default."""
+    """Return the entries with a value that is neither null nor the package's default."""
     defaults = _DEFAULTS.get(kind, {}) if isinstance(kind, str) else {}
     return {
         key: given[key]

@@ -57,7 +57,7 @@ class TokenizerIdentity:
 def identity_of(tokenizer: Mapping[str, Any]) -> TokenizerIdentity:
     """Return the identity of a parsed tokenizer.json.
 
-    Raises DataError if it is nested too deeply.
+    Raises DataError if the JSON is nested too deeply.
     """
     try:
         return TokenizerIdentity(
@@ -251,7 +251,8 @@ def other_tokenizer(
     settings: tuple[str, str],
     parts: tuple[str, ...] = (),
 ) -> str:
-    """Return the message about a model whose tokenizer differs from the tokenizer of the data."""
+    """Return the message about a difference between a model's tokenizer and the data's
+    tokenizer."""
     name = "gpt2" if identity.is_gpt2() else init
     again = with_tokenizer(data, source=meta.source, tokenizer=name)
     differing = f" (the two differ in: {', '.join(parts)})" if parts else ""

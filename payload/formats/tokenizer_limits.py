@@ -50,7 +50,7 @@ def _growth(step: Any) -> float:
 def _require_prefixed_merges(
     model: Mapping[str, Any], *, where: str, error: type[TileforgeError]
 ) -> None:
-    """Raise `error` for a merge whose second half lacks the prefix of subwords.
+    """Raise `error` for a merge in which the second half lacks the prefix of subwords.
 
     The package cuts the prefix off without a check. The resulting panic can abort the process.
     """

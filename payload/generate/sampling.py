@@ -23,7 +23,7 @@ class SamplingOptions:
     top_k: int | None = 200
     """A token is sampled from the `top_k` likeliest tokens. None means all tokens."""
     top_p: float = 1.0
-    """Sample only from the likeliest tokens whose probabilities sum to this value. 1 means all
+    """Sample only from the likeliest tokens that together have this probability. 1 means all
     tokens.
 
     Source: nucleus sampling, arXiv:1904.09751.
@@ -126,7 +126,7 @@ class Sampler:
         return chosen
 
     def _append(self, chosen: Tensor, position: int) -> Tensor:
-        """Write the tokens at `position`. Return a mask of the rows whose token was sampled."""
+        """Write the tokens at `position`. Return a mask of the rows with a sampled token."""
         sampled = self._lengths <= position
         if position < self._texts.shape[1]:
             chosen = torch.where(sampled, chosen, self._texts[:, position])

@@ -1,8 +1,8 @@
 """The interface of a launcher: the program that starts the ranks of a planned run.
 
 Each launcher is one file of `payload/launch/launchers`, with a subclass of `Launcher` and its only
-instance, `LAUNCHER`. It has no side effects. It returns a command line and settings for the plan,
-and parses the output of the program for the supervisor and for the trial of preflight.
+instance, `LAUNCHER`. A launcher has no side effects. It returns a command line and settings for the
+plan, and parses the output of the program for the supervisor and for the trial of preflight.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def make_mesh(
 
 
 def require_tensor_ranks_on_a_node(tensor: int, *, ranks_per_node: int) -> None:
-    """Raise ConfigError unless all ranks of a tensor group are on one node."""
+    """Raise ConfigError if the ranks of a tensor group would be on several nodes."""
     if ranks_per_node % tensor:
         raise ConfigError(
             f"distributed.tensor_parallel = {tensor} does not divide the {ranks_per_node} rank(s) "

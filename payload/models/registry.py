@@ -30,7 +30,7 @@ FAMILIES: Mapping[str, str] = {
     "qwen3_5": "payload.models.qwen3_5.family",
     "transformers": "payload.models.transformers.family",
 }
-"""The module of each family, which defines `FAMILY`. To add a family, add one line."""
+"""The module of each family. The module defines `FAMILY`. To add a family, add one line."""
 _OTHERS = "transformers"
 
 
@@ -165,7 +165,7 @@ def from_scratch(preset: str, **changes: object) -> ModelSpec:
 
 
 def layers_to_measure() -> ModelSpec:
-    """Return the spec of the two layers whose time is measured for predictions.
+    """Return the spec of the two layers that are measured to predict times.
 
     The layers have the default preset's width.
 

@@ -37,8 +37,8 @@ def logits_tokens(vocab_size: int) -> int:
     """Return how many tokens' logits the kernels compute at a time: a power of two, up to 2048.
 
     For a vocabulary of 50,257, the logits of a chunk take 206 MB in bf16. A larger vocabulary has
-    smaller chunks, whose logits take less than 320 MB: 1024 tokens for 151,936 rows, 512 for
-    262,144.
+    smaller chunks: 1024 tokens for 151,936 rows, 512 for 262,144. The logits of a chunk then take
+    less than 320 MB.
     """
     most: int = 2 ** (max(_MOST_LOGITS // vocab_size, 1).bit_length() - 1)
     return min(most, _MOST_LOGITS_TOKENS)
@@ -103,8 +103,8 @@ class RankSetting:
     stages: int = 1
     """Number of pipeline stages, each with some of the layers."""
     micro_batches_kept: int = 1
-    """Number of micro-batches whose activations the first stage keeps; each later stage keeps one
-    less."""
+    """Number of micro-batches for which the first stage keeps activations. Each later stage keeps
+    one micro-batch less."""
 
     state_bytes: int = field(default_factory=default_state_bytes)
     """Bytes of optimizer state for a trained weight."""
@@ -391,7 +391,10 @@ class ModelSpec(ABC):
         return self.vocab_size
 
     def task_head_size(self) -> int:
-        """Return the number of elements in a task's head, which is trained beside an adapter."""
+        """Return the number of elements in a task's head.
+
+        Such a head is trained in addition to an adapter.
+        """
         return 0
 
     def embedding_size(self) -> int:

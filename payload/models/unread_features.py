@@ -34,7 +34,7 @@ READERS: Mapping[str, frozenset[str]] = {
     "embedding_multiplier": _GRANITE | {"falcon_h1", "inkling_text"},
     "logits_scaling": _GRANITE | {"minicpm3"},
 }
-"""For each key that switches on a feature: the model types whose code in transformers reads the
+"""For each key that switches on a feature: the model types for which transformers' code reads the
 key."""
 _NEUTRAL: Mapping[str, float] = {
     "residual_multiplier": 1.0,

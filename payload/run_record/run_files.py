@@ -189,7 +189,7 @@ class RunPaths:
 
     @property
     def supervisor_log(self) -> Path:
-        """logs/supervisor.log: the supervisor's output; empty unless the supervisor failed."""
+        """logs/supervisor.log: the supervisor's output; empty if the supervisor did not fail."""
         return self.logs / "supervisor.log"
 
     @property
@@ -251,7 +251,7 @@ class Summary:
     steps: int = checked(0, low=0)
     tokens: int = checked(0, low=0)
     missing_metrics: tuple[tuple[int, int], ...] = checked((), low=1)
-    """First and last step of each range of steps whose rows in metrics.jsonl are lost."""
+    """First and last step of each range of steps for which metrics.jsonl has lost the rows."""
     first_loss: float | None = None
     final_loss: float | None = None
     best_val_loss: float | None = None
@@ -274,7 +274,8 @@ class Summary:
     peak_flops_per_s: float | None = None
     """Measured peak FLOP/s of a matmul, summed over all ranks; None if not measured."""
     dequantized_per_s: float | None = None
-    """Number of weights that a rank dequantizes per second; None unless the base has 4 bits."""
+    """Number of weights that a rank dequantizes per second; None for a base that is not in 4
+    bits."""
     predicted_step_s: float | None = checked(None, low=0)
     """Seconds per step, predicted by the calibration at the last start; None in older summaries.
     """
@@ -443,7 +444,7 @@ def latest_folder(runs_dir: Path) -> Path | None:
 
 
 def point_latest_at(paths: RunPaths) -> None:
-    """Point the symlink `latest` at this run, unless its target is newer. Raises OSError."""
+    """Point the symlink `latest` at this run. A newer target stays. Raises OSError."""
     link = paths.root.with_name(LATEST)
     current = RunPaths(link).plan
     if current.exists() and current.stat().st_mtime_ns > paths.plan.stat().st_mtime_ns:

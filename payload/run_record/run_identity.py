@@ -42,7 +42,7 @@ class RunIdentity:
     identity, this token shows that the store belongs to this run. Empty if the run was restored
     from a store with an unreadable owner.json."""
     is_older: bool = False
-    """True for a run of an older version, whose first checkpoints have no identity."""
+    """True for a run of an older version. The first checkpoints of such a run have no identity."""
     schema_version: int = SCHEMA_VERSION
 
     def words(self) -> str:
@@ -138,7 +138,7 @@ def ensure_identity(
 def require_same_run(
     own: RunIdentity, found: RunIdentity, *, place: str, other: str, fix: str
 ) -> None:
-    """Raise ConfigError unless the records in `place` and `other` belong to the same run.
+    """Raise ConfigError if the records in `place` and `other` do not belong to the same run.
 
     `fix` is the last sentence of the message. Records of an older version have no identity. For
     such records in `other`, the owners' tokens are compared.

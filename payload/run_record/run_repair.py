@@ -1,4 +1,4 @@
-"""CONTRACT: recovers a run whose files are damaged.
+"""CONTRACT: recovers a run with damaged files.
 
 No damaged file of a run may keep a valid checkpoint from being resumed. A damaged record is rebuilt
 from other records, and anything that blocks the path of a file is moved aside.

@@ -47,7 +47,8 @@ from payload.storage.objects import (
 
 _NO_HASHES = ManifestHashes()
 _FETCHES = 3
-"""Attempts to download a file whose hash is wrong, as the network may have changed it."""
+"""Number of attempts to download a file with a wrong hash. The network may have changed the
+file."""
 
 
 class Upload:
@@ -145,7 +146,7 @@ class Upload:
         )
 
     def _require_unchanged(self, name: str) -> None:
-        """Raise CheckpointError for a damaged file, which must not be uploaded."""
+        """Raise CheckpointError for a damaged file. Damaged files must not be uploaded."""
         file = self._files[name]
         # The open file is read, because the folder may have been removed.
         if sha256_of(Path(f"/dev/fd/{file.fileno()}")) != self._manifest.files[name].sha256:
@@ -282,7 +283,7 @@ _IF_RESUMED = (
 
 
 def _require_heads(name: str, manifest: bytes, known: ManifestHashes) -> None:
-    """Raise CheckpointError if the hashes that the head recorded show that it did not write
+    """Raise CheckpointError if the hashes that the head recorded show that the head did not write
     `manifest`."""
     wrote, found = known.by_name().get(name), hashlib.sha256(manifest).hexdigest()
     if wrote not in (None, found):

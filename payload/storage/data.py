@@ -28,7 +28,7 @@ process uses it."""
 
 
 def fetch_data(store: StoreReader, folder: Path, *, say: Callable[[str], None]) -> None:
-    """Download the data at the store's address to `folder`, unless it is up to date.
+    """Download the data at the store's address to `folder`, if the folder is not up to date.
 
     Raises DataError for data that is missing or does not match its meta.json.
     """

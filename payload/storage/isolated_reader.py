@@ -1,8 +1,8 @@
 """Reads a store through a helper process, so that a hanging store cannot block the caller.
 
-A process that reads a mount whose server is gone may be impossible to kill. The helper is `python
--m payload.storage serve`. It answers each request on its stdin with frames on its stdout: a line of
-JSON, followed by n bytes of content after `{"bytes": n}`.
+A process that reads a mount may be impossible to kill after the file server is gone. The helper is
+`python -m payload.storage serve`. It answers each request on its stdin with frames on its stdout: a
+line of JSON, followed by n bytes of content after `{"bytes": n}`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from payload.storage.opening import open_store
 _NOTE_S = 10.0
 _FOLDER_S = 60.0
 _BUCKET_S = 150.0
-"""Time limit for a bucket. It exceeds the client's two minutes, because the client's error has more
-details."""
+"""Time limit for a bucket. The limit exceeds the client's own limit of two minutes, because the
+client's error has more details."""
 _END_S = 0.2
 _READ_BYTES = 2**20
 _ERRORS: Mapping[str, type[TileforgeError]] = {

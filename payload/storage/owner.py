@@ -72,7 +72,7 @@ def claim(
 ) -> None:
     """Become the run's owner; another claim with the same token has no effect.
 
-    `place` names the run's folder. Raises ConfigError for a new run whose id is already in the
+    `place` names the run's folder. Raises ConfigError if the id of a new run is already in the
     store, OtherRunError if the store has another run, and StoreError.
     """
     owner = Owner(token=token, host=host, since_unix=time.time(), identity=run.identity)

@@ -154,7 +154,7 @@ def _fetch_best(
     newest: Path,
     say: Callable[[str], None],
 ) -> None:
-    """Also download the checkpoint with the lowest validation loss, which a run keeps."""
+    """Also download the checkpoint with the lowest validation loss, because a run keeps it."""
     last = checkpoint_step(newest)
     stored = {checkpoint_step(Path(name)): name for name in whole_checkpoints(store)}
     steps = [last, *(step for step in stored if step < last)]

@@ -112,7 +112,7 @@ def check_command(
 
 
 def require_store_ok(status: int, stderr: bytes, *, where: str = "") -> None:
-    """Raise ConfigError or PreflightError unless the test of a store succeeded."""
+    """Raise ConfigError or PreflightError if the test of a store has failed."""
     if status == ExitCode.OK:
         return
     reason = last_line(stderr.decode(errors="replace"), otherwise="no reason given")

@@ -1,6 +1,6 @@
 """The process that uploads a run's results to the store during the run.
 
-Training never waits for this process, which reads the files that ranks write to the head's disk. If
+Training never waits for this process. It reads the files that ranks write to the head's disk. If
 the store fails, uploads are retried with exponential backoff, and one warning is logged.
 """
 
@@ -182,7 +182,10 @@ class Uploader:
         self._owner_checked_s = time.monotonic()
 
     def _send_checkpoints(self) -> None:
-        """Upload the checkpoints, newest first; older ones only if they still exist locally."""
+        """Upload the checkpoints, newest first.
+
+        Older checkpoints are uploaded if they still exist locally.
+        """
         while (folder := self._next()) is not None:
             if self._upload is None or self._upload.name != folder.name:
                 self._close_upload()
@@ -269,7 +272,8 @@ class Uploader:
         return [folder for folder in folders if (folder / MANIFEST_FILE).is_file()]
 
     def _remove_old(self, newest: str) -> None:
-        """Remove the stored checkpoints except the newest, the best and the local ones."""
+        """Remove the stored checkpoints except the newest, the best and all that also exist
+        locally."""
         local = {folder.name for folder in self._local_checkpoints()}
         current = sorted(self._current(newest), key=_step)
         keep = {*current[-self._keep :], *(local & self._in_store.keys()), *self._best(current)}
@@ -306,7 +310,7 @@ class Uploader:
             self._upload = None
 
     def _update_state(self, **changes: Any) -> None:
-        """Write the changed state to storage.json, unless the run's folder was removed."""
+        """Write the changed state to storage.json, if the run's folder still exists."""
         changed = replace(self._state, **changes)
         self._state = replace(changed, updated_unix=time.time())
         with suppress(OSError):

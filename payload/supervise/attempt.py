@@ -204,7 +204,7 @@ class Attempt:
         return Verdict(status="failed", exit_code=ExitCode.TRAINING, error=error)
 
     def _request_stop(self) -> bool:
-        """Send SIGTERM to rank 0, which stops all ranks after saving.
+        """Send SIGTERM to rank 0. Rank 0 then stops all ranks after saving.
 
         Returns False if rank 0 does not train yet: killing the ranks then loses no step.
         """

@@ -30,7 +30,7 @@ _MEMORY, _VARIABLES_END = 23 - 3, 51 - 3
 
 
 def adopt_orphans() -> None:
-    """Make this process the new parent of every descendant whose parent ends (Linux)."""
+    """Make this process the new parent of descendants when their parents end (Linux)."""
     if sys.platform == "linux":
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -58,7 +58,8 @@ def processes_of(run_dir: Path) -> set[int]:
 
 
 def wait_until_none(run_dir: Path, *, timeout_s: float) -> set[int]:
-    """Wait at most `timeout_s` until the run's processes end; return those still alive."""
+    """Wait at most `timeout_s` until the run's processes end; return the ids of the processes that
+    are still alive."""
     deadline = time.monotonic() + timeout_s
     while (left := processes_of(run_dir)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -51,7 +51,7 @@ class RankHeartbeats:
     ) -> None:
         """With `is_shared`, all nodes share one run folder, so nothing is copied.
 
-        The head node is this machine unless `streams` contains a stream for the head.
+        If `streams` has no stream for the head node, this machine is the head.
         """
         self._paths = paths
         self._ranks = ranks
@@ -153,8 +153,8 @@ class RankHeartbeats:
         """Read the records of a rank on the head.
 
         On another machine than the head, the run's folder is shared, so progress is visible even if
-        the head's stream is silent. Exit records come only from the stream, which corrects for the
-        difference between the machines' clocks.
+        the head's stream is silent. Exit records come only from the stream. The stream corrects for
+        the difference between the machines' clocks.
         """
         progress = _read(RankProgress, self._paths, rank)
         if progress is not None:

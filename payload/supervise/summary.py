@@ -45,7 +45,7 @@ def complete_summary(
 
 
 def _blank(paths: RunPaths, *, plan: LaunchPlan) -> Summary:
-    """Return the summary of a run whose rank 0 never wrote a summary."""
+    """Return the summary of a run for which rank 0 never wrote a summary."""
     return Summary(
         run_id=paths.run_id,
         status="failed",

@@ -1,4 +1,4 @@
-"""Measures this node: the GEMM peak, from which MFU is computed, and the network's speed.
+"""Measures this node's GEMM peak and the network's speed. MFU is computed from the GEMM peak.
 
 All ranks measure at the same time, each on its own cores, as in training.
 """
@@ -175,7 +175,7 @@ def gemm_rounds_flops_per_s(world: World, *, rounds: int, round_s: float) -> dic
 
 
 def _factors(world: World, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a square matrix and an output buffer whose pages are already mapped."""
+    """Return a square matrix, and an output buffer with pages that are already mapped."""
     left = torch.full((size, size), 0.5, dtype=dtype, device=world.device)
     out = torch.mm(left, left)
     world.synchronize()

@@ -164,7 +164,7 @@ def _in_children(
 ) -> list[dict[str, Any]]:
     """Measure all domains at the same time, and return one result for each domain.
 
-    `prepare` returns the measurement of a domain, which a child process runs.
+    A child process runs the measurement that `prepare` returns for a domain.
 
     Raises TrainingError if a process fails.
     """

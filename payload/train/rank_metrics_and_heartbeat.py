@@ -157,7 +157,8 @@ class Heartbeat:
     ) -> None:
         """Write the progress: at every change of phase, and within a phase at most twice a second.
 
-        `of` is the number of micro-batches in the phase; `micro_step` of them are finished.
+        `of` is the number of micro-batches in the phase, and `micro_step` the number of finished
+        micro-batches.
         """
         now = time.monotonic()
         if phase == self._last_phase and now - self._last_s < _PROGRESS_INTERVAL_S:

@@ -87,7 +87,7 @@ class Start:
 def pin_initial(config: RunConfig, *, paths: RunPaths, world: World) -> RunConfig:
     """Return the config with a hub model pinned to one commit for all ranks and all resumes.
 
-    Rank 0 queries the hub, unless an earlier start of the run recorded the commit. Raises
+    Rank 0 queries the hub if no earlier start of the run has recorded the commit. Raises
     CheckpointError.
     """
     init = None
@@ -209,8 +209,8 @@ def _checkpoint_to_resume(paths: RunPaths) -> Path | None:
     """Return the newest valid checkpoint, or None for a new run.
 
     Raises CheckpointError if all checkpoints are damaged (a new run never replaces them) or if the
-    newest belongs to a different run. Raises ConfigError if a folder of the run is a link that
-    leads outside the run.
+    newest checkpoint belongs to a different run. Raises ConfigError if a folder of the run is a
+    link that leads outside the run.
     """
     require_own_folders(paths)
     checkpoints = paths.checkpoints

@@ -85,13 +85,16 @@ class SummaryFile:
         self._try_to_write()
 
     def ready(self, start_s: Mapping[str, float]) -> None:
-        """Record the times of the phases before training, which begins now."""
+        """Record the times of the phases before training. Training begins now."""
         rounded = {part: round(seconds, 3) for part, seconds in start_s.items()}
         self._summary = replace(self._summary, ready_unix=time.time(), start_s=rounded)
         self._try_to_write()
 
     def end(self, status: RunStatus, *, wall_s: float) -> None:
-        """Record the status of a run whose last sync check found all ranks equal."""
+        """Record the final status of the run.
+
+        The last sync check must have found all ranks equal.
+        """
         self._summary = replace(self._summary, status=status, ranks_identical=True)
         self._wall_s = wall_s
 

@@ -1,4 +1,4 @@
-"""The training loop, which all ranks run in lockstep, with one optimizer update per step."""
+"""The training loop. All ranks run the loop in lockstep, with one optimizer update per step."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ class Trainer:
     def _step_samples(self, ahead: int = 0) -> Indices:
         """Return the samples of the next step, or of the step that is `ahead` steps later.
 
-        The samples of two steps are cached: a step can have a million micro-batches, each of which
-        calls this.
+        The samples of two steps are cached, because each of possibly a million micro-batches of a
+        step calls this function.
         """
         size = self._batch.global_batch_size
         first = self._next_sample + ahead * size
@@ -172,7 +172,10 @@ class Trainer:
         return self._chosen[first]
 
     def _train_step(self) -> bool:
-        """Train one step, unless a stop is requested before its update; return whether to stop."""
+        """Train one step; return whether to stop.
+
+        A stop request before the update skips the update.
+        """
         context, started_s = self._context, time.perf_counter()
         lr = lr_at(self._step, context.config)
         context.optimizers.set_lr(lr)
@@ -439,7 +442,7 @@ class Trainer:
         self._checked_step = self._step
 
     def _checkpoint(self) -> None:
-        """Begin to write a checkpoint, unless the state has not changed since the last one."""
+        """Begin to write a checkpoint if the state has changed since the last checkpoint."""
         if not self._step or self._saved_step == self._step:
             return
         context, self._saved_step = self._context, self._step

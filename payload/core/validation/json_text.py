@@ -32,7 +32,7 @@ def parse_json(
     these constants are errors.
 
     Raises `error` if the text is not JSON. Numbers that overflow, deep nesting and lone surrogates
-    are also errors. Python's parser would accept them or raise other exceptions.
+    are also errors. Python's parser would accept such texts or raise other exceptions.
     """
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text

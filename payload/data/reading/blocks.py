@@ -1,7 +1,7 @@
 """Blocks of a token file, and the order in which training visits them.
 
-The order is a pure function of (seed, epoch, sample index). It does not depend on the number of
-ranks or the micro-batch size, so one integer is enough to resume a run.
+The order is a pure function of (seed, epoch, sample index). The order does not depend on the number
+of ranks or the micro-batch size, so one integer is enough to resume a run.
 """
 
 from __future__ import annotations
@@ -226,8 +226,10 @@ class TokenData:
 
     @classmethod
     def open(cls, folder: Path, *, sequence_length: int) -> TokenData:
-        """Map train.bin and val.bin into memory. Raises DataError if they do not match
-        meta.json."""
+        """Map train.bin and val.bin into memory.
+
+        Raises DataError if a file does not match meta.json.
+        """
         meta = load_meta(folder)
         require_task(folder, meta, task="text")
         train, val = (

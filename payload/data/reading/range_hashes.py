@@ -130,7 +130,7 @@ def open_check(path: Path, file: DataFile, *, source: str) -> RangeCheck | None:
 
 
 def require_content(path: Path, file: DataFile, *, source: str) -> None:
-    """Raise DataError unless the SHA-256 of the file is the one in meta.json."""
+    """Raise DataError if the SHA-256 of the file differs from the SHA-256 in meta.json."""
     try:
         found = sha256_of(path)
     except OSError as error:

@@ -44,7 +44,7 @@ _KEYS_SHOWN = 6
 
 
 class UntrainedRowError(BadConversationError):
-    """Raised for a row whose values exclude it from training, such as a false `label`."""
+    """Raised for a row that is excluded from training by a value, such as a false `label`."""
 
 
 def conversation_of(row: Mapping[str, Any]) -> Conversation:

@@ -450,7 +450,10 @@ def require_text(value: object, where: str) -> str:
 
 
 def clean(value: Any) -> Any:
-    """Replace lone surrogates, which cannot be encoded, as the package `tokenizers` does."""
+    """Replace lone surrogates in the same way as the package `tokenizers`.
+
+    They cannot be encoded.
+    """
     if isinstance(value, str):
         try:
             value.encode()

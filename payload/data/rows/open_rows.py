@@ -37,7 +37,7 @@ class _HubRows(Rows):
         super().__init__(request)
         self._hub = HubSource(request)
         self._valid: str | None = None
-        """Name of the validation split, whose rows are read after the training split."""
+        """Name of the validation split. Its rows are read after the rows of the training split."""
         self.label = self._hub.label
 
     def identity(self) -> list[Any]:

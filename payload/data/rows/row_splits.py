@@ -31,7 +31,7 @@ class RowSplits:
         validation."""
 
     def add(self, row: Mapping[str, Any], number: int) -> str | None:
-        """Count a row; return the reason if it is a test row, which is left out."""
+        """Count a row. Test rows are left out: return the reason for a test row, otherwise None."""
         found = split_of_row(row) if self._is_read else None
         self._counts["train" if found is None else found[1]] += 1
         if found is None or found[1] == "train":

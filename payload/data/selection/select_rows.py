@@ -1,6 +1,6 @@
 """Chooses the rows for training and validation: duplicates, the split, then the weights.
 
-The result depends only on the rows, the options and the seed. So it is the same after an
+The result depends only on the rows, the options and the seed. So the result is the same after an
 interruption, and for any number of processes and ranks.
 """
 

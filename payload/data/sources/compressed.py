@@ -73,7 +73,7 @@ def _name(path: Path) -> str:
 
 
 class _ZstdFile(io.RawIOBase):
-    """The decompressed bytes of a zstd file, which can be skipped but not read backwards."""
+    """The decompressed bytes of a zstd file. Reading can skip bytes, but not move backwards."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa

@@ -139,7 +139,7 @@ class Batcher:
         self._batch.text_bytes += len(piece)
 
     def skip(self, complaint: str, *, number: int, documents: int = 1) -> None:
-        """Count bad documents. Raises DataError unless the user allowed skipping."""
+        """Count bad documents. Raises DataError if the user did not allow skipping."""
         if not self._skip_bad:
             raise DataError(f"{complaint} Fix it, or skip such documents with --skip-bad.")
         # The journal and meta.json are UTF-8; a file name need not be valid UTF-8.

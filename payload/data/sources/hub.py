@@ -46,7 +46,8 @@ OPENWEBTEXT = "Skylion007/openwebtext"
 # commits hold tar files and a script that datasets >= 4 rejects (nanoGPT #633).
 OPENWEBTEXT_REVISION = "79d93d786212f7344586290adb811d4ae6a1762c"
 _MAX_FOOTERS = 256
-"""Maximum number of files whose rows are counted over the network; each takes two requests."""
+"""Maximum number of files for which rows are counted over the network. Each file takes two
+requests."""
 _FORMATS = ("parquet", "json", "csv", "text", "arrow", "xml", "webdataset")
 """Formats of `datasets` that read only the given files."""
 
@@ -111,7 +112,7 @@ class HubSource:
     def note(self, *, valid: str | None = None) -> str | None:
         """Return a note about missing shards and about the splits, or None.
 
-        `valid` is the split whose rows are for validation. Raises DataError.
+        `valid` is the split with the rows for validation. Raises DataError.
         """
         files = self._prepared_builder().config.data_files or {}
         missing = missing_shards(list(map(str, files.get(self._split, ()))))

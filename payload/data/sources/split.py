@@ -27,7 +27,7 @@ _VAL_DOCUMENTS = 100
 
 
 class Split(Protocol):
-    """A choice of documents for validation. It depends only on the documents' numbers."""
+    """A choice of documents for validation. The choice depends only on the documents' numbers."""
 
     @property
     def record(self) -> SplitRecord:
@@ -94,7 +94,9 @@ class FileSplit:
         marked: Numbers | None = None,
         column: str | None = None,
     ) -> FileSplit:
-        """Return the split of `documents` documents whose validation files begin at `first_val`.
+        """Return the split of `documents` documents.
+
+        Documents of the validation files begin at `first_val`.
 
         Without such files, pass None as `first_val`. Raises DataError if one of the parts is empty.
         """

@@ -84,10 +84,10 @@ class SplitFiles:
 def split_files(files: Sequence[Path], *, is_text: bool = False) -> SplitFiles:
     """Return the files by split.
 
-    A file whose name declares no split is for training. If no file is for training, the names are
-    ignored, and all files are for training. Text files may be the source code of a program, in
-    which names often have words such as test. So the names of text files count only if every name
-    declares a split.
+    A file is for training if its name declares no split. If no file is for training, the names are
+    ignored, and all files are for training. Text files may be the source code of a program, and the
+    names of such files often have words such as test. So the names of text files count only if
+    every name declares a split.
     """
     parents = {path.parent.absolute() for path in files}
     root = Path(os.path.commonpath(parents)) if parents else Path()

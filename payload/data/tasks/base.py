@@ -45,5 +45,8 @@ class Task(ABC):
         """
 
     def describe(self, meta: DataMeta) -> list[str]:
-        """Return lines about a folder of this task, which are printed after the token counts."""
+        """Return lines about a folder of this task.
+
+        The lines are printed after the token counts.
+        """
         return []

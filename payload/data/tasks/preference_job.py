@@ -269,7 +269,7 @@ class PreferenceJob:
     def _is_comparable(self, pair: _Pair, row: Row) -> bool:
         """Return True if both answers have trained tokens and differ. Otherwise, skip the row.
 
-        Raises DataError unless the user allowed skipping.
+        Raises DataError if the user did not allow skipping.
         """
         length = self.length
         for name, trained in zip(ANSWERS, pair.trained, strict=True):

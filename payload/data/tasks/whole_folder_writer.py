@@ -1,4 +1,4 @@
-"""Writes a data folder whose files are made after all rows were read."""
+"""Writes a data folder with files that are made after all rows were read."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def estimate_whole(job: WholeJob) -> tuple[str, Estimate]:
 def prepare_whole(
     rows: Rows, settings: PrepareSettings, reporter: Reporter, make: Callable[[str], PreparedData]
 ) -> PrepareResult:
-    """Make the data folder from rows, unless it already holds this data. Raises DataError.
+    """Make the data folder from rows, if it does not hold this data yet. Raises DataError.
 
     `make` receives the fingerprint of the source and the settings, and uses the fingerprint to find
     files of an interrupted run that it can resume.

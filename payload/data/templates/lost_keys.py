@@ -26,7 +26,7 @@ Probe = Callable[[Sequence[Message], Any], str | None]
 _UNCHECKED_KEYS = frozenset({"role", "content", "id", "tool_call_id"})
 """Keys that the format needs or that only number a message."""
 _NAME = "name"
-"""Key with the name of a speaker, or of the function whose result a message has."""
+"""Key with the name of a speaker, or of the function that produced the result in a message."""
 _TOOL_ROLES = ("tool", "function", "ipython", "observation")
 _CALLS = "tool_calls"
 _CALL_KEYS = ("id", "type", "index", "function")

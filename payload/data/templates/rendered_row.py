@@ -91,7 +91,7 @@ class RenderedRow:
         )
 
     def _mark_special_tokens(self) -> None:
-        """Mark the row's special tokens, unless the marks would change the rendered text.
+        """Mark the row's special tokens, if the marks do not change the rendered text.
 
         Raises DataError if a text of the row already contains a mark.
         """

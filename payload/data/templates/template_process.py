@@ -26,7 +26,8 @@ _WORKER = Path(__file__).with_name("template_worker.py")
 _MAX_ANSWER_BYTES = 512 * 2**20
 _BUFFER_BYTES = 2**18
 _PIPE_BYTES = 2**20
-"""Buffer size of each pipe, with which neither process waits for the other during a batch."""
+"""Buffer size of each pipe in bytes. With this size, the two processes do not wait for each other
+during a batch."""
 
 
 MAX_CONSECUTIVE_ENDS = 5
@@ -68,7 +69,7 @@ class TemplateProcess:
         self._owner = 0
         self._consecutive_ends = 0
         self._num_sent = 0
-        """Number of requests in the current batch whose responses have not been read."""
+        """Number of requests in the current batch for which no response was read yet."""
         self._received: list[Any] | None = None
         """Results of the current batch, if they had to be read before a `call`."""
         self._is_batch_safe = True

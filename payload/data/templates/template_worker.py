@@ -8,8 +8,8 @@ Requests and responses are JSON lines on stdin and stdout. The first request has
 every later request has a conversation. A response has `error` if the template failed. A line with
 `batch` has several requests. Each has its own response line and its own limit of processor time.
 
-The environment of a template is that of transformers' `apply_chat_template`. Source:
-transformers 5.23, `utils/chat_template_utils.py` and `tokenization_utils_base.py`.
+A template has the same environment as in transformers' `apply_chat_template`. Source: transformers
+5.23, `utils/chat_template_utils.py` and `tokenization_utils_base.py`.
 """
 
 from __future__ import annotations

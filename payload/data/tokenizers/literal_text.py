@@ -22,7 +22,7 @@ _FILL = "\U000ffffd"
 
 
 class LiteralTextEncoder:
-    """A tokenizer whose special tokens have new names.
+    """A tokenizer with new names for the special tokens.
 
     Special tokens that the template wrote are renamed, in the text and in the tokenizer. Special
     tokens that came from a row keep their names. The tokenizer does not know these names as special

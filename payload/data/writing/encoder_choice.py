@@ -42,7 +42,8 @@ TRICKY_TEXTS = (
     "a" * 3000,
     "ab1!" * 500,
 )
-"""Texts on which tokenizers have disagreed. The encoders are compared on them before every run."""
+"""Texts on which tokenizers have disagreed. The encoders are compared on these texts before every
+run."""
 
 # gigatoken caches every word: 320 MB of distinct words needed 2.8 GB. Creating a new tokenizer
 # takes 0.06 s and frees that memory.

@@ -51,7 +51,7 @@ class PrepareResult:
     worked_s: float = 0.0
     """Seconds spent on tokenizing, writing and hashing.
 
-    The time includes reading, unless all texts were read before to count them.
+    The time includes reading, except if all texts were read earlier, to count the documents.
     """
 
 
@@ -109,7 +109,7 @@ def _split_documents(meta: DataMeta) -> int:
 
 
 class _Run:
-    """A run whose output does not exist yet."""
+    """A run that has to make the output."""
 
     def __init__(
         self, source: Source, settings: PrepareSettings, reporter: Reporter, fingerprint: str

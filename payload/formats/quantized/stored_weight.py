@@ -97,7 +97,8 @@ def part(headers: Mapping[str, TensorHeader], name: str, *, weight: TensorHeader
 def require_kind(
     header: TensorHeader, name: str, *, dtypes: tuple[str, ...], shape: tuple[int, ...]
 ) -> None:
-    """Raise CheckpointError unless the tensor `name` has one of `dtypes`, and this shape."""
+    """Raise CheckpointError if the tensor `name` has a different shape, or a dtype not in
+    `dtypes`."""
     if header.dtype not in dtypes:
         refuse(header, name, f"is {header.dtype}, but must be {' or '.join(dtypes)}")
     if header.shape != shape:

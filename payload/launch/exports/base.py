@@ -1,4 +1,4 @@
-"""The interface of an engine, which turns the requirements of a run into a job file."""
+"""The interface of an engine. An engine turns the requirements of a run into a job file."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ class Layer:
     """Number of tokens that a token attends to, including itself; None = all up to itself."""
     rope: Rope
     keys_from: int | None
-    """Index of the earlier layer whose keys and values this layer uses; None = this layer has its
-    own keys and values."""
+    """Index of the earlier layer that provides this layer's keys and values; None = this layer has
+    its own keys and values."""
     has_values: bool
     """False if the keys, before their norm, are also the values."""
     inner: int

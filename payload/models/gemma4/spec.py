@@ -60,7 +60,7 @@ class Gemma4Spec(ModelSpec):
     attention_bias: bool = False
     tie_word_embeddings: bool = True
     padding: int | None = 0
-    """The padding token, whose embeddings get no gradient."""
+    """The padding token. Its embeddings get no gradient."""
     logits_cap: float | None = None
     """A logit x becomes cap * tanh(x / cap); None = the logits stay as they are."""
     ple_width: int = 0
@@ -173,7 +173,7 @@ class Gemma4Spec(ModelSpec):
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield name and shape of every parameter, as the module orders them.
 
-        A checkpoint also has a scalar for each layer, which is not trained.
+        A checkpoint also has a scalar for each layer. The scalars are not trained.
         """
         table = (self.vocab_size, self.hidden_size)
         yield "model.embed_tokens.weight", table

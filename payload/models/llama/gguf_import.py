@@ -15,7 +15,7 @@ from payload.models.llama.type_defaults import DEFAULTS, GEMMA_LOCAL_THETA, Type
 
 _EQUAL_WIDTHS = ("attention.value_length", "rope.dimension_count")
 _FILLED_BY_HEADS = ("phi3", "olmo2", "granite")
-"""Architectures whose heads together have the model's width."""
+"""Architectures in which all heads together have the model's width."""
 # The tensors give the vocabulary, and the layout of the data has no effect.
 _UNUSED = frozenset({"vocab_size", "tensor_data_layout"})
 _KEY_HEADS = "attention.head_count_kv"

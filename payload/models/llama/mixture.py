@@ -47,7 +47,7 @@ class Mixture:
         return 3 * self.experts * self.inner * width
 
     def active_params(self, width: int) -> int:
-        """Return how many weights of a layer a token uses: the router's, and those of the token's
+        """Return how many weights of a layer a token uses, in the router and in the token's
         experts."""
         return (self.experts + 3 * self.active * self.inner) * width
 

@@ -38,7 +38,7 @@ class Rope:
     """Factor of the cosines and sines; only yarn and longrope have a factor other than 1."""
     ramp: tuple[float, float] = (0.0, 0.0)
     """Used only by yarn: indices of the last pair with an unscaled frequency, and of the first pair
-    whose frequency is divided by `factor`."""
+    with a frequency that is divided by `factor`."""
     short_factors: tuple[float, ...] = ()
     """Used only by longrope: divisors of the frequencies, one for each pair of elements."""
     long_factors: tuple[float, ...] = ()

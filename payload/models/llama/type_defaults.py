@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 GEMMA_LOCAL_THETA = 10_000.0
 HYBRID = "granitemoehybrid"
-"""Granite 4, whose dense models without Mamba layers have the layers of a Granite 3."""
+"""Granite 4. Its dense models without Mamba layers have the layers of a Granite 3."""
 PHI_CONTEXT = 4096
 """Phi's default of both the context and the context in pre-training."""
 
@@ -31,7 +31,7 @@ class TypeDefaults:
     qk_norm: bool = False
     rms_norm_eps: float = 1e-6
     padding: int | None = None
-    """The padding token, whose embedding gets no gradient."""
+    """The padding token. Its embedding gets no gradient."""
     windows_everywhere: bool = False
     """True if every layer has the sliding window; if False, `use_sliding_window` and `layer_types`
     decide."""

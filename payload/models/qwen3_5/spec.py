@@ -70,7 +70,7 @@ class Qwen35Spec(ModelSpec):
     attention_bias: bool = False
     tie_word_embeddings: bool = False
     padding: int | None = None
-    """The padding token, whose embedding gets no gradient."""
+    """The padding token. Its embedding gets no gradient."""
     initializer_range: float = 0.02
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The config.json that was read; the config.json of a checkpoint is derived from it."""

@@ -351,7 +351,7 @@ def read_folder(raw: Mapping[str, Any], *, folder: Path, where: str) -> OtherSpe
 
 
 def _refuse_others(raw: Mapping[str, Any], kind: str, where: str) -> None:
-    """Raise CheckpointError unless the model is a text-only causal language model."""
+    """Raise CheckpointError if the model is not a text-only causal language model."""
     parts = [key for key in ("vision_config", "audio_config") if raw.get(key) is not None]
     if parts:
         raise CheckpointError(

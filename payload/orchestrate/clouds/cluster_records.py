@@ -89,6 +89,6 @@ def load_cluster_record(folder: Path, cluster: str) -> ClusterRecord | None:
 
 
 def recorded_clusters(folder: Path) -> list[ClusterRecord]:
-    """Return the record of every cluster whose build was started from this folder."""
+    """Return the record of every cluster that `up` began to build from this folder."""
     names = sorted(path.parent.name for path in cluster_path(folder).glob("*/stack.json"))
     return [known for name in names if (known := load_cluster_record(folder, name)) is not None]

@@ -58,7 +58,7 @@ def own_identity(folder: Path, cluster: str, *, state_identities: Sequence[str] 
 def conflicting_resources(
     google: Google, cluster: str, own: Ownership, *, take_over: str | None, talk: Console
 ) -> Sequence[Resource]:
-    """Return the resources to take over, which belong to another cluster of this name.
+    """Return the resources of another cluster of this name that the user takes over.
 
     Raises ConfigError for resources with an identity other than `take_over`, which is an identity
     or NO_IDENTITY. Buckets do not conflict: their names are unique.

@@ -65,7 +65,7 @@ def require_choice(options: ConfigOptions, config: RunConfig, *, resumed: bool =
 def _require_settings(path: Path) -> None:
     """Raise ConfigError for a valid config without a setting, such as an empty file.
 
-    The defaults would train GPT-2 on OpenWebText, which is not the purpose of an empty file.
+    The defaults would train GPT-2 on OpenWebText. An empty file is not meant as this choice.
     """
     if any(tomllib.loads(path.read_text(encoding="utf-8-sig")).values()):
         return

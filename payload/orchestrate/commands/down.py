@@ -255,8 +255,8 @@ def _resolve_cluster(
 ) -> tuple[str, str, StackOutputs | None]:
     """Return the cluster, its project, and its outputs if it was ever built.
 
-    If the state is damaged, the outputs come from this folder's record. If there is no record,
-    raises ConfigError, unless the options accept the loss of results.
+    If the state is damaged, the outputs come from this folder's record. Without a record, raises
+    ConfigError if the options do not accept the loss of results.
     """
     try:
         outputs = outputs_if_any(pulumi)

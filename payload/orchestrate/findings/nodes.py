@@ -129,11 +129,11 @@ TRIED = ("gloo", "speed")
 SHARED = "shared"
 """Check that is made on nodes that have or should have a shared folder."""
 GPU = "gpu"
-"""Check that is made on nodes whose GPUs the ranks use."""
+"""Check that is made on nodes with GPUs that the ranks use."""
 NCCL = "nccl"
 """Check that the trial makes if ranks compute on GPUs."""
 STORE = "store"
-"""Last check on the head, for a run whose results go to a store."""
+"""Last check on the head, for a run with a store for results."""
 
 _GIB = 2**30
 _LINE_CHARS = 2000
@@ -199,7 +199,7 @@ def from_error(node: Node, error: TileforgeError) -> Finding:
 
 
 def bootstrap_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Yield a finding unless the node's bootstrap is done."""
+    """Yield a finding if the node's bootstrap is not done."""
     state = facts.bootstrap
     log = facts.bootstrap_log
     if state is None:

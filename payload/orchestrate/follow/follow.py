@@ -323,7 +323,7 @@ def print_run_result(run: SiteRun, *, options: EndOptions, talk: Console) -> int
 
 
 def _pause(interrupts: Interrupts, *, handled: int, seconds: float) -> None:
-    """Wait, unless the operator requests an end."""
+    """Wait until the time is over or the operator requests an end."""
     ends = time.monotonic() + seconds
     while interrupts.count == handled and time.monotonic() < ends:
         time.sleep(_PAUSE_TICK_S)
@@ -388,7 +388,7 @@ def read_progress(paths: RunPaths) -> RankProgress | None:
 
 
 def show_progress(paths: RunPaths, live: LiveLine, *, stale: RankProgress | None) -> None:
-    """Show the activity of rank 0, unless its heartbeat is older than this command."""
+    """Show the activity of rank 0 if its heartbeat is newer than the start of this command."""
     progress = read_progress(paths)
     live.progress(None if progress == stale else progress)
 

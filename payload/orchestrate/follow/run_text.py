@@ -305,7 +305,8 @@ def print_plan(
 ) -> None:
     """Print estimates, hosts, ranks, environment, command line and Accelerate config.
 
-    For a Slurm job, whose nodes are not known yet, print only estimates, ranks and the text `job`.
+    The nodes of a Slurm job are not known yet. For a job, print only estimates, ranks and the text
+    `job`.
     """
     plan = planned.plan
     console.print("estimates")

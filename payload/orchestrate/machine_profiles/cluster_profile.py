@@ -146,7 +146,7 @@ class ClusterAccess:
         return Reach(interface=interface, ssh=("-F", str(self.ssh_config)))
 
     def python_path(self) -> str | None:
-        """Return the folder of the uploaded payload, which overrides an installed one."""
+        """Return the folder of the uploaded payload. It overrides an installed payload."""
         return str(self.code)
 
     def tcmalloc(self) -> str:

@@ -184,7 +184,7 @@ def upload_weights(
     weights: Weights,
     talk: Console,
 ) -> PurePosixPath:
-    """Upload the weights to the head, unless they are already there; return the folder there.
+    """Upload the weights to the head if it lacks them; return the folder on the head.
 
     Only rank 0 reads the weights, and rank 0 runs on the head.
     """

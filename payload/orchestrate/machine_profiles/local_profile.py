@@ -194,7 +194,7 @@ class LocalAccess:
     ) -> subprocess.Popen[bytes]:
         """Start the run's supervisor in a new session.
 
-        Unless detached, the supervisor stops the run when this process ends.
+        If it is not detached, the supervisor stops the run when this process ends.
         """
         owner = [] if detached else ["--owner-pid", str(os.getpid())]
         options = ["--run-dir", str(paths.root), *owner, *self.supervisor_words()]

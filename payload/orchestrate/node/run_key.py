@@ -66,8 +66,8 @@ def make(home: Path, name: str) -> dict[str, Any]:
 def trust(home: Path, public: str, *, sources: list[str], lasts_s: float) -> dict[str, Any]:
     """Authorize the key from the head's addresses for `lasts_s` seconds.
 
-    The head uses the key to start hydra's proxy and the heartbeat, which need no terminal and no
-    forwarding.
+    The head uses the key to start hydra's proxy and the heartbeat. These programs need no terminal
+    and no forwarding.
     """
     end = time.strftime(_TIME, time.localtime(time.time() + lasts_s))
     line = f'restrict,from="{",".join(sources)}",expiry-time="{end}" {public}'

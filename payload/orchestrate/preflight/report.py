@@ -402,7 +402,7 @@ def try_if_new(
 def with_known_trial(report: Report, nodes: Sequence[Node], config: RunConfig) -> Report:
     """Return the report with the newest trial of these nodes.
 
-    The trial can be old: `plan` uses it, too.
+    The trial can be old, because `plan` also uses old trials.
     """
     record = _known_trial_of(report, nodes, config)
     return report if record is None else replace(report, measured=record.measured)

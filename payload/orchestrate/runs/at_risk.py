@@ -72,7 +72,8 @@ def cluster_warning(known: Mapping[str, Any]) -> str | None:
 
 
 def refuse_spot_without_bucket(known: Mapping[str, Any], *, accepted: bool) -> None:
-    """Raise ConfigError for spot machines without a bucket, unless the loss is accepted."""
+    """Raise ConfigError for spot machines without a bucket, if the user has not accepted the
+    loss."""
     need, warning = requirements_of(known), cluster_warning(known)
     if need.spot == "false" or warning is None or accepted:
         return

@@ -94,7 +94,7 @@ def settle_run(
 ) -> SettledRun:
     """Return the settings with a micro-batch that fits. Raises ConfigError.
 
-    In `open_settings`, the micro-batch is `auto` unless an earlier plan fixed it.
+    In `open_settings`, the micro-batch size is `auto`, or the size that an earlier plan fixed.
     """
     config = request.config
     free_bytes = (

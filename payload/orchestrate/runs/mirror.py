@@ -157,7 +157,7 @@ class FileRequest:
     node: str
     is_head: bool
     ranks: frozenset[int]
-    """Ranks whose exit records the node may add and remove."""
+    """Ranks for which the node may add and remove exit records."""
     world_size: int
     whole: tuple[str, ...]
     """Small files, which are requested in full."""
@@ -170,8 +170,8 @@ class FileRequest:
 
 
 _MOST_FOLLOWED = 64
-"""Maximum number of ranks whose heartbeats are copied every second. With 512 ranks, writing them
-took 0.6 s."""
+"""Maximum number of ranks for which heartbeats are copied every second. With 512 ranks, writing
+them took 0.6 s."""
 
 
 def file_request(paths: RunPaths, node: str, *, is_head: bool, brief: bool = False) -> FileRequest:

@@ -82,13 +82,13 @@ class UpdateResult:
     alive: bool
     """True if the run has a living supervisor."""
     missed: Mapping[str, TileforgeError]
-    """Errors of the workers whose files are not up to date, by node."""
+    """Error of each worker for which the local copy is not up to date, by node."""
     damaged: Sequence[str]
     """A message for each damaged file on a node; the local copy of that file is unchanged."""
 
 
 class RemoteRun:
-    """A run whose supervisor is on the head; `paths` is its local copy."""
+    """A run with its supervisor on the head. `paths` is the run's local copy."""
 
     def __init__(
         self,

@@ -283,7 +283,7 @@ def _damaged(paths: RunPaths) -> Iterator[str]:
 def _status(
     paths: RunPaths, state: RunState | None, *, now_unix: float, alive: bool | None
 ) -> tuple[RunStatus, str | None, str | None]:
-    """Return status, exit class and error; a run whose supervisor is gone counts as failed."""
+    """Return status, exit class and error; a run without a living supervisor counts as failed."""
     has_ended = state is not None and state.status not in ("starting", "running")
     if alive:
         # The scheduler may have requeued the job of an ended run, or the run waits for the store.

@@ -140,9 +140,9 @@ def settle_initial(
 
 
 def require_known_sizes(config: RunConfig) -> None:
-    """Raise CheckpointError for a local model whose sizes are unknown.
+    """Raise CheckpointError for a local model with unknown sizes.
 
-    Otherwise the plan would use the sizes of a different model.
+    Without this check, the plan would use the sizes of a different model.
     """
     if config.model.init != SCRATCH and home_path(config.model.init).exists():
         find_source(config.model.init, setting="model.init", verify=False).spec()

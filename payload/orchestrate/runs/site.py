@@ -243,7 +243,7 @@ def refuse_active(paths: RunPaths, find_active_run: FindActiveRun) -> None:
 
 
 def refuse_where_copied_alive(paths: RunPaths) -> None:
-    """Raise ConfigError for a copy whose run was active when its cluster was last reached."""
+    """Raise ConfigError for the copy of a run that was active when the cluster was last reached."""
     mirrored = read_mirrored(paths)
     if mirrored is not None and mirrored.alive:
         raise ConfigError(

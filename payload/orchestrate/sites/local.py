@@ -1,4 +1,4 @@
-"""The site for this machine: starts, follows and stops runs whose supervisor is local."""
+"""The site for this machine: starts, follows and stops runs that have a local supervisor."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class Local(InventorySite):
 
 
 class LocalRun(SiteRun):
-    """A run whose supervisor is on this machine, possibly as a child of this process."""
+    """A run with a supervisor on this machine, possibly as a child of this process."""
 
     every_s = 0.2
     has_job = False

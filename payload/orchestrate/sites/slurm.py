@@ -85,7 +85,7 @@ class Slurm(NamedSite):
         require_program("sbatch", env)
 
     def start(self, request: RunRequest) -> SlurmRun:
-        """Submit a job whose program plans the run on the nodes that the job receives."""
+        """Submit a job. The job's program plans the run on the nodes that the job receives."""
         access = LocalAccess(request.env)
         if not request.resumes:
             require_new_in_store(

@@ -339,7 +339,8 @@ class Ssh(InventorySite):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Staged:
-    """A run whose files are on the nodes, unless another run is active there."""
+    """The result of staging: the files of the run are on the nodes, or another run is active
+    there."""
 
     run: RemoteRun
     home: PurePosixPath

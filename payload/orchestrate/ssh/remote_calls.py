@@ -238,7 +238,7 @@ class NodeState:
     port: int | None = checked(low=1, high=65535)
     """A free port; None if no port is free."""
     running: str | None = checked(pattern=RUN_ID, wanted="a run id")
-    """The run whose supervisor is alive, or None."""
+    """The run that has a living supervisor, or None."""
     missing: tuple[str, ...] | None = checked(max_items=_MOST_FILES)
     """Missing or changed files of the payload; None if the node has this version."""
     has: tuple[str, ...] = checked(max_items=_MOST_FILES)

@@ -35,8 +35,8 @@ def render_ssh_config(
     """Return an ssh_config for `ssh -F`: nodes by name and address, with strict host key checks.
 
     With `on_head`, the file is for mpirun on the head, which reaches the other nodes directly.
-    Otherwise it is for the operator's machine, which reaches the nodes through the head. Raises
-    ConfigError.
+    Without `on_head`, the file is for the operator's machine, which reaches the nodes through the
+    head. Raises ConfigError.
     """
     shared = [
         "Host *",

@@ -222,13 +222,13 @@ class LiveLine:
             self.say(line)
 
     def print_held_error(self, *, unless: str = "") -> None:
-        """Print rank 0's held error unless the text `unless` contains it."""
+        """Print rank 0's held error, if the text `unless` does not contain the error."""
         kept, self._held_error = self._held_error, ""
         if kept and kept.removeprefix(_ERROR_PREFIX) not in unless:
             self.say(kept)
 
     def news(self, text: str) -> None:
-        """Print a line above the live line, unless it repeats the previous message."""
+        """Print a line above the live line. A repetition of the previous message is not printed."""
         if text != self._last_message:
             self._last_message = text
             self.say(text)

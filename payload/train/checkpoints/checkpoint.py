@@ -94,7 +94,7 @@ class TrainerState:
     base: BaseModel | None = None
     """The base that an adapter was trained on; None without an adapter."""
     identity: str | None = checked(None, pattern=PATTERN, wanted=WANTED)
-    """Identity of the run, which distinguishes runs of the same name; None in older records."""
+    """Identity of the run. It distinguishes runs of the same name. None in older records."""
     router_loss: bool | None = None
     """True if training adds the load-balancing loss of a mixture of experts; None in older
     records."""
@@ -168,19 +168,20 @@ def optimizer_tensors(folder: Path) -> LazyTensors:
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """Return the newest valid checkpoint, or None; log and skip damaged ones."""
+    """Return the newest valid checkpoint, or None; log and skip damaged checkpoints."""
     return newest_valid(checkpoints, passed_over=warn_skipped)
 
 
 def remove_old_checkpoints(
     checkpoints: Path, *, keep: int, newest: Path, best: Sequence[Path] = ()
 ) -> list[Path]:
-    """Remove partial checkpoints and old complete ones; return the old complete ones.
+    """Remove partial checkpoints and old checkpoints; return the old checkpoints.
 
-    Keep `best` and the last `keep` checkpoints up to `newest`, which was just written.
+    Keep `best` and the last `keep` checkpoints up to `newest`, the checkpoint that was just
+    written.
 
-    Checkpoints of later steps are removed: they are damaged, or training was resumed from an
-    earlier checkpoint.
+    Checkpoints of later steps are removed, because such checkpoints are damaged, or training was
+    resumed from an earlier checkpoint.
     """
     folders = checkpoint_folders(checkpoints)
     going_on = folders[: folders.index(newest) + 1]

@@ -36,7 +36,7 @@ class Loss(ABC):
     """The quantity that a task minimises."""
 
     is_mean: ClassVar[bool] = False
-    """True if the loss is the mean over a batch's targets, which the model's head computes
+    """True if the loss is the mean over a batch's targets. The model's head computes this mean
     directly."""
 
     @classmethod

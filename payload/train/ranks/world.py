@@ -256,7 +256,7 @@ class World:
         """Return rank 0's `value` of type `kind` on every rank; values of other ranks are ignored.
 
         The value is sent as JSON and validated on arrival. torch's object collectives would
-        unpickle the message, which can run code from another rank. Raises TrainingError for an
+        unpickle the message. Unpickling can run code from another rank. Raises TrainingError for an
         invalid value.
         """
         if self.world_size == 1:

@@ -39,7 +39,7 @@ class GradientExchange:
 
     torch's DDP is not used: it imports torch.compile's machinery, which takes over a second of CPU
     time per rank. DDP also regroups its buckets after the first micro-batch, so a resumed run would
-    round differently unless it ran an extra micro-batch. The buckets of this class are the same on
+    need an extra micro-batch to round in the same way. The buckets of this class are the same on
     all ranks and are sent in the same order.
     """
 

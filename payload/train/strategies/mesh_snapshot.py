@@ -1,4 +1,4 @@
-"""Checkpoints of a model on a mesh of ranks, which rank 0 gathers tensor by tensor.
+"""Checkpoints of a model on a mesh of ranks. Rank 0 gathers a checkpoint tensor by tensor.
 
 A tensor is on the ranks of one pipeline stage. It is split over the tensor ranks of this stage, and
 each part is sharded over data ranks.
@@ -31,7 +31,7 @@ class Distribution:
     stage: int
 
     def placeholder(self, *, transposed: bool = False) -> Tensor:
-        """Return a meta tensor with the full shape, which uses no memory."""
+        """Return a meta tensor with the full shape. A meta tensor uses no memory."""
         shape = reversed(self.shape) if transposed else self.shape
         return torch.empty(tuple(shape), dtype=self.dtype, device="meta")
 

@@ -156,7 +156,10 @@ class ModelParallel(Strategy):
         return name in self._trained or name not in self._layout.parameters
 
     def parts(self, model: CausalLM) -> dict[str, nn.Parameter] | None:
-        """Return this rank's part of the model, which its optimizers train."""
+        """Return this rank's part of the model, by parameter name.
+
+        The rank's optimizers train this part.
+        """
         found = self._data.parts(model)
         self._trained = dict(trainable(model)) if found is None else found
         return found
@@ -269,7 +272,10 @@ class ModelParallel(Strategy):
         )
 
     def _add_tied(self) -> None:
-        """Add the gradients of the tied embedding and head, which are on two stages."""
+        """Add the gradients of the tied embedding and output head.
+
+        The two are on different stages.
+        """
         stage = self._stage
         if stage is None or self._tied is None:
             return

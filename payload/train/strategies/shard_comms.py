@@ -137,7 +137,7 @@ class SumOfParts(_Comm):
     up.
 
     gloo's reduce-scatter runs a full all-reduce and drops all other parts
-    (https://github.com/pytorch/pytorch/issues/149869). This class sends half as much. It adds in
+    (https://github.com/pytorch/pytorch/issues/149869). This class sends half as much, and adds in
     fp32, in the order of the ranks.
     """
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a sharded model, which rank 0 gathers tensor by tensor."""
+"""Checkpoints of a sharded model. Rank 0 gathers a checkpoint tensor by tensor."""
 
 from __future__ import annotations
 
@@ -81,6 +81,6 @@ class ShardSnapshot(Snapshot):
 
 
 def rows_of(whole: Tensor, *, rank: int, ranks: int) -> Tensor:
-    """Return a rank's rows of a tensor, as FSDP2 divides it; the last ranks may have fewer rows."""
+    """Return a rank's rows of a tensor, divided as in FSDP2. The last ranks may have fewer rows."""
     start, end = bounds(whole.shape[0], index=rank, size=ranks)
     return whole[start:end]

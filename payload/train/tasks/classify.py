@@ -140,7 +140,8 @@ class Classify(Task):
         """Raise CheckpointError if the labels of the run's `checkpoint` differ from the labels of
         the data.
 
-        The weights' shapes can be equal: they depend only on the number of labels.
+        The shapes of the weights can be equal, because the shapes depend only on the number of
+        labels.
         """
         config, path = classifier_config(checkpoint)
         where = str(path)

@@ -148,7 +148,9 @@ class Preference(Task):
         return evaluate_pairs(model, self._pairs[1], self._val_reference, eval_pass, self.loss)
 
     def _own_reference(self) -> Reference | None:
-        """Return the stored reference. Raises CheckpointError if it belongs to a different model.
+        """Return the stored reference.
+
+        Raises CheckpointError if the reference belongs to a different model.
 
         Every read checks the model, because a run that started at the same time may have stored its
         own reference in the meantime.

@@ -109,7 +109,7 @@ class LazyTensors(Mapping[str, Tensor]):
         return sum(header.num_elements() for header in self._headers.values())
 
     def copy_to(self, name: str, target: Tensor, *parts: Part) -> None:
-        """Copy a tensor, or a part of it, into `target`, which can have any dtype and strides.
+        """Copy a tensor, or a part of it, into `target`. The target can have any dtype and strides.
 
         `parts` gives where the part begins, in one or more dimensions; `target` gives its size.
         """
@@ -289,7 +289,10 @@ def copy_in(tensors: Mapping[str, Tensor], name: str, target: Tensor) -> None:
 
 
 def part_of(shared: Any) -> Part:
-    """Return this rank's part of a DTensor, without importing DTensor, which takes a second."""
+    """Return this rank's part of a DTensor.
+
+    DTensor is not imported, because the import takes a second.
+    """
     ((axis, dim),) = (
         (axis, each.dim) for axis, each in enumerate(shared.placements) if each.is_shard()
     )

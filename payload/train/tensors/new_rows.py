@@ -22,7 +22,7 @@ class TensorsWithNewRows(LazyTensors):
     def __init__(self, path: Path, *, modules: Collection[str], first: int, rows: int) -> None:
         """Set the new rows, from index `first` up to `rows`.
 
-        `modules` are the names, without a path, of the modules whose weights have new rows.
+        `modules` are the names, without a path, of the modules that get new rows.
         """
         super().__init__(path)
         self._first, self._end = first, rows

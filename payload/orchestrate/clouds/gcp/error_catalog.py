@@ -91,7 +91,7 @@ def policy_fix(constraint: str) -> str:
 
 
 def billing_fix(project: str) -> str:
-    """Return the fix for a project whose billing is disabled."""
+    """Return the fix for a project with disabled billing."""
     return (
         "The project has no open billing account. Link an account: gcloud billing projects link "
         f"{project} --billing-account=ACCOUNT (list your accounts: gcloud billing accounts list)"

@@ -173,7 +173,7 @@ class Builder:
             self.operations.pulumi.ask("config", "set", "--path", f"zones[{place}]", name)
 
     def restore_zones(self) -> None:
-        """Restore the configured order of zones after a failure, unless machines exist."""
+        """Restore the configured order of zones after a failure, if no machine exists."""
         if not self.zones or self._zone == self.zones[0]:
             return
         with suppress(TileforgeError):  # `up` reports the original failure instead

@@ -1,4 +1,4 @@
-"""Filestore instances of a stack: which ones a preview deletes, their location and cost."""
+"""Filestore instances of a stack: their location and cost, and instances that a preview deletes."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.stack.stack_settings import CLUSTER_NAME, CLUSTER_NAME_FIX, DEFAULTS
 
 _PROVIDERS_TOO = {"project": "", "region": DEFAULTS.region}
-"""Settings, each with its default, which a provider's config can also set."""
+"""Settings that a provider's config can also set, each with its default."""
 
 
 def settings(pulumi: Pulumi) -> dict[str, Any]:

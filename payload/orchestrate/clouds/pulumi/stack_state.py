@@ -44,7 +44,10 @@ class _Export:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackState:
-    """The stack's resources. Two states are equal unless a resource was created or removed."""
+    """The stack's resources.
+
+    Two states are equal if no resource was created or removed between them.
+    """
 
     machines: tuple[str, ...]
     """Names of the machines."""
