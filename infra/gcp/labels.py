@@ -24,7 +24,7 @@ IGNORED = ("description",)
 
 
 def program_identity(root: Path, cluster: str) -> str:
-    """Return the identity of the stack's cluster; a preview does not store a new one.
+    """Return the identity of the stack's cluster; a preview does not store a new identity.
 
     `root` is the project's folder. Raises ConfigError, for example if this user has not signed
     identity.json. With a foreign identity.json, a build could treat another user's resources as

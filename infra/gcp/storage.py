@@ -38,7 +38,7 @@ class StorageArgs:
 
 
 class ResultsBucket(ComponentResource):
-    """The results bucket: a new one, an existing one, or none."""
+    """The results bucket: a new bucket, an existing bucket, or no bucket."""
 
     bucket: Output[str] | None
 

@@ -120,7 +120,8 @@ def _requirements(root: Path) -> Mapping[str, Sequence[str]]:
 
 
 def _extra_of(name: str, requirements: Mapping[str, Sequence[str]]) -> str | None:
-    """Return the first extra that requires the module's package; None if no extra does."""
+    """Return the first extra that requires the module's package; None if no extra requires the
+    package."""
     top = name.partition(".")[0]
     wanted = re.sub(r"[-_.]+", "-", _OTHER_NAMES.get(top, top)).lower()
     for extra, packages in requirements.items():

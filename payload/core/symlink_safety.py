@@ -52,7 +52,7 @@ def _leads_out(path: Path | str, inside: str) -> bool:
 
 
 def refuse_links(path: Path, *, below: Path) -> Path:
-    """Return `path`. Raises OSError if one of its parts below the folder `below` is a link."""
+    """Return `path`. Raises OSError if a part of the path below the folder `below` is a link."""
     place = below
     for part in path.relative_to(below).parts:
         place /= part

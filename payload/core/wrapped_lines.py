@@ -25,7 +25,7 @@ def fitted(line: str, stream: TextIO, *, indent: int = 2) -> str:
 def wrapped(line: str, *, width: int, indent: int) -> list[str]:
     """Return the line, wrapped at spaces if it is too long; further lines are indented.
 
-    The part of the line from the start of a command of this project is not wrapped, so that the
+    From the start of a command of this project, the rest of the line is not wrapped, so that the
     command can be copied.
     """
     if len(line) <= width or width < 2 * indent:

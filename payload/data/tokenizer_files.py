@@ -1,7 +1,8 @@
 """The tokenizer files of a checkpoint. transformers needs these files to load the checkpoint.
 
-If the initial model has a tokenizer, its files are kept. Otherwise, the files of the data folder
-are used. For data with GPT-2's tokenizer, which is packaged, the files are generated here.
+If the initial model has a tokenizer, the tokenizer's files are kept. Otherwise, the files of the
+data folder are used. For data with GPT-2's tokenizer, which is packaged, the files are generated
+here.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _BLOCK_BYTES = 512  # The unit of st_blocks on every file system.
 
 
 def require_room(run: Path, *, checkpoint_bytes: int, keep: int, uploads: bool) -> None:
-    """Raise ConfigError if the checkpoints that a run keeps, and one more, do not fit on its disk.
+    """Raise ConfigError if the disk has no room for the run's checkpoints plus one more checkpoint.
 
     `run` is the run's folder. The run keeps the newest `keep` checkpoints and the best. `uploads`
     is True if checkpoints are uploaded. Existing checkpoints of a resumed run are counted;

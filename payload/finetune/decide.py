@@ -328,7 +328,7 @@ def _choose_method(
     user_settings: dict[str, Any],
     run_for_json: RunForJson,
 ) -> _FittingMethod:
-    """Return the first method that fits into memory, or the last one."""
+    """Return the first method that fits into memory, or the last method."""
     tried: list[str] = []
     ranks, in_fp32 = 1, False
     candidates = _methods(spec, user_settings)

@@ -160,7 +160,7 @@ def read_tokenizer_files(folder: Path, *, error: type[TileforgeError]) -> dict[s
 
 
 def read_generation_file(folder: Path) -> dict[str, bytes]:
-    """Return the content of generation_config.json by its name; empty without the file.
+    """Return the content of generation_config.json by file name; empty without the file.
 
     Raises CheckpointError.
     """

@@ -139,8 +139,8 @@ def is_extended_by(meta: DataMeta, identity: TokenizerIdentity) -> bool:
 
 
 def vocabulary_file(folder: Path) -> str | None:
-    """Return the name of the vocabulary file of a folder without tokenizer.json; None without
-    one."""
+    """Return the name of the vocabulary file of a folder without tokenizer.json; None without such
+    a file."""
     if (folder / TOKENIZER_FILE).is_file():
         return None
     return next((name for name in _VOCABULARIES if (folder / name).is_file()), None)

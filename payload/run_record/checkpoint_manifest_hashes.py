@@ -55,7 +55,8 @@ class ManifestHashes:
         return {each.checkpoint: each.sha256 for each in self.hashes}
 
     def is_gap(self, checkpoint: str) -> bool:
-        """Return True if earlier and later checkpoints have a hash, and this one lacks a hash.
+        """Return True if earlier and later checkpoints have a hash, and this checkpoint lacks a
+        hash.
 
         The head has a hash of each checkpoint that it uploads, so it has not uploaded this
         checkpoint.

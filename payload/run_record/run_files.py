@@ -296,7 +296,7 @@ class Summary:
     """Cost of the nodes over all attempts; None without prices."""
     usd_per_million_tokens: float | None = None
     store: StoreState | None = None
-    """State of the run's store; None without one."""
+    """State of the run's store; None without a store."""
     error: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -348,7 +348,7 @@ class RunState:
     events: tuple[RunEvent, ...] = checked((), max_items=MOST_EVENTS)
     """Events of all attempts and resumes, the oldest first."""
     store: StoreState | None = None
-    """State of the run's store; None without one."""
+    """State of the run's store; None without a store."""
     schema_version: int = SCHEMA_VERSION
 
     def restarts(self) -> int:

@@ -94,7 +94,7 @@ def known_config(paths: RunPaths) -> RunConfig:
 
 
 def known_dtype(paths: RunPaths) -> Dtype | None:
-    """Return the dtype of the newest checkpoint that records it; None if no checkpoint does.
+    """Return the dtype of the newest checkpoint that records its dtype, or None.
 
     A resume with `precision.dtype = "auto"` keeps this dtype.
     """

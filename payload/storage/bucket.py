@@ -48,7 +48,10 @@ _REFUSED = "invalid_grant"
 
 
 class BucketStore:
-    """Objects in a bucket below a prefix. Threads can share it; each has its own connection."""
+    """Objects in a bucket below a prefix.
+
+    Threads can share this object; each thread has a separate connection.
+    """
 
     def __init__(self, address: StoreAddress, *, timeout_s: float, retry_s: float) -> None:
         """Prepare the login. Raises StoreRefusedError if the client or the login is missing."""

@@ -210,8 +210,8 @@ def fetch_newest(
 ) -> Path | None:
     """Download the newest valid checkpoint to the folder `checkpoints`; return its path.
 
-    Checkpoints must belong to `run`, and their manifests must match the hashes in `known`, which
-    the head recorded. `passed_over` is called with each rejected checkpoint and the reason; `say`
+    Checkpoints must belong to `run`, and their manifests must match the hashes that the head
+    recorded (`known`). `passed_over` is called with each rejected checkpoint and the reason; `say`
     receives a line before each download. Returns None if the store has no valid checkpoint after
     `after_step`.
     """
@@ -314,7 +314,7 @@ def _require_room(store: StoreReader, name: str, size: int, checkpoints: Path) -
     """Raise PreflightError if `size` bytes do not fit on the disk.
 
     Raises CheckpointError instead if the run's other checkpoints are much smaller. All checkpoints
-    of a run have the same tensors, so a much larger one is invalid.
+    of a run have the same tensors, so a much larger checkpoint is invalid.
     """
     free = shutil.disk_usage(checkpoints).free
     if size <= free:

@@ -98,7 +98,7 @@ class _WatchedStore:
         self._received = bytearray()
 
     def close(self) -> None:
-        """Kill the helper; if it hangs in the kernel, it ends only when its mount answers."""
+        """Kill the helper. A helper that hangs in the kernel ends only when the mount responds."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with suppress(OSError):

@@ -57,7 +57,8 @@ class Uploader:
     ) -> None:
         """Prepare uploads of the run at `paths` to `store`.
 
-        The newest `keep` checkpoints and the best one stay in the store; `say` receives log lines.
+        The newest `keep` checkpoints and the best checkpoint stay in the store; `say` receives log
+        lines.
         """
         self._paths = paths
         self._store = store

@@ -129,7 +129,7 @@ class Attempt:
     def reached_step(self) -> int | None:
         """Return the last step that this attempt has reached; None without any heartbeat.
 
-        metrics.jsonl is read as well, because the last heartbeat may be half a second older.
+        metrics.jsonl is also read, because the last heartbeat may be half a second older.
         """
         finished = self._step_times.reached_step(began_at=self.began_at_step())
         return max((s for s in (finished, self._beats.steps()) if s is not None), default=None)

@@ -52,7 +52,7 @@ def die_with_parent(number: signal.Signals) -> Callable[[], None] | None:
 
 
 def processes_of(run_dir: Path) -> set[int]:
-    """Return the living processes of the run at `run_dir`, except this one."""
+    """Return the living processes of the run at `run_dir`, except this process."""
     found = _marked_in_proc(run_dir) if _PROC.is_dir() else _named_by_ps(run_dir)
     return found - {os.getpid()}
 

@@ -71,7 +71,7 @@ class MetricsFile:
                 self.require_written()
 
     def append(self, row: StepMetrics | EvalMetrics) -> None:
-        """Write one row; if the disk is full, keep the row and retry with the next one."""
+        """Write one row; if the disk is full, keep the row, and retry with the next row."""
         is_first = not self._waiting
         self._waiting += to_json_line(row).encode()
         try:

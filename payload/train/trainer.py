@@ -146,7 +146,8 @@ class Trainer:
         """Return the indices of this rank's samples in micro-batch `micro_step` of the next step.
 
         A step trains on the same samples with any number of ranks and micro-batches. The
-        micro-batch after the step's last one is the first of the following step.
+        micro-batch after the last micro-batch of a step is the first micro-batch of the following
+        step.
         """
         size, strategy = self._batch.micro_batch(), self._context.strategy
         step, micro_step = divmod(micro_step, self._accumulation)
@@ -216,7 +217,7 @@ class Trainer:
         return stopping
 
     def _accumulate_gradients(self) -> _StepResult | None:
-        """Run all micro-batches of a step; ranks exchange gradients in the last one only.
+        """Run all micro-batches of a step; ranks exchange gradients only in the last micro-batch.
 
         Return None if a rank requests a stop: a step of many micro-batches can take minutes, and a
         preempted machine may not have that time.

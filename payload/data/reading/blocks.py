@@ -139,7 +139,7 @@ class TokenBlocks:
         return (len(self.tokens) - 1) // self.sequence_length
 
     def num_blocks(self) -> int:
-        """Return the number of all blocks, including a shorter last one."""
+        """Return the number of all blocks, including a shorter last block."""
         return -(-(len(self.tokens) - 1) // self.sequence_length)
 
     def gather(self, blocks: Indices) -> tuple[torch.Tensor, torch.Tensor]:

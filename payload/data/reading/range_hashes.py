@@ -34,7 +34,7 @@ class RangeHasher:
                 self._last, self._last_bytes = hashlib.sha256(), 0
 
     def hashes(self) -> tuple[str, ...]:
-        """Return the hash of each range so far, including a shorter last one."""
+        """Return the hash of each range so far, including a shorter last range."""
         return (*self._whole, *([_hash_digits(self._last)] if self._last_bytes else []))
 
 

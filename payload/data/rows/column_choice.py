@@ -70,7 +70,7 @@ def labelled_columns(
 
 
 def known_names(columns: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return the value of --columns that gives these columns known names, as pairs of names.
+    """Return renamings that give these columns known names, as pairs (column, known name).
 
     The result is empty if the names are already known, or if the columns match no format of
     conversations or preference pairs, ignoring case.

@@ -69,7 +69,7 @@ CHAT_FORMATS = (
     RowFormat("user", "assistant"),
     RowFormat("input", "output"),
 )
-"""Formats of conversations. The format of a row is the first one that matches."""
+"""Formats of conversations. The format of a row is the first format that matches."""
 
 ANSWERS = ("chosen", "rejected")
 PREFERENCE_PROMPTS = ("prompt", "messages", "conversations", "question", "instruction")

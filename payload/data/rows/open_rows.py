@@ -29,7 +29,7 @@ def open_rows(request: SourceRequest) -> Rows:
 
 
 class _HubRows(Rows):
-    """Rows of a dataset of the Hugging Face hub, or of a local folder in its formats."""
+    """Rows of a dataset of the Hugging Face hub, or of a local folder in the hub's formats."""
 
     def __init__(self, request: SourceRequest) -> None:
         from payload.data.sources.hub import HubSource

@@ -23,9 +23,9 @@ Splitter = Callable[[Numbers], tuple[Split, Mask]]
 """Takes row indices. Returns the split of these rows, and a mask of the validation rows."""
 
 _MOST_REMOVED = 0.5
-"""Largest fraction of the training rows that is removed for being in the validation data, too. If
-the fraction is larger, all are kept: a small example that repeats a few rows would lose its
-training rows."""
+"""Largest fraction of the training rows that is removed because the rows are also in the validation
+data. If a larger fraction would be removed, all rows are kept: a small example that repeats a few
+rows would otherwise lose its training rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,7 @@
-"""Opens compressed files for reading. A file's first bytes show its compression, not its name."""
+"""Opens compressed files for reading.
+
+The compression is detected by the first bytes of a file instead of the file's name.
+"""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ _BINARY: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"\x89PNG", "an image", "Only text can be trained: leave out this file"),
     (0, b"\xff\xd8\xff", "an image", "Only text can be trained: leave out this file"),
 )
-"""Formats that are not supported. Each has the offset of its identifying bytes, these bytes, its
-name and the fix."""
+"""Formats that are not supported. An entry has the offset of the identifying bytes, the bytes, the
+format's name and the fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

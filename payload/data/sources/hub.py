@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, or local folders in its formats, read with `datasets`."""
+"""Datasets of the Hugging Face hub, or local folders in the hub's formats, read with `datasets`."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ class HubSource:
         return join_notes(missing, self._splits_note(valid))
 
     def valid_split(self) -> str | None:
-        """Return the dataset's validation split; None without one, or if --split is given.
+        """Return the dataset's validation split; None without a validation split, or if --split is
+        given.
 
         Raises DataError.
         """
@@ -128,7 +129,7 @@ class HubSource:
         return next((each for each in self._splits() if SPLIT_WORDS.get(each) == "valid"), None)
 
     def _splits_note(self, valid: str | None) -> str | None:
-        """Return a line about the dataset's splits; None if there is only one."""
+        """Return a line about the dataset's splits; None if the dataset has only one split."""
         others = [each for each in self._splits() if each not in (self._split, valid)]
         if not others and valid is None:
             return None

@@ -104,7 +104,7 @@ def split_files(files: Sequence[Path], *, is_text: bool = False) -> SplitFiles:
 
 
 def split_of(path: Path, root: Path) -> FileSplitName | None:
-    """Return the split that the name of a file or of one of its folders declares, or None.
+    """Return the split that a file's name or the name of a parent folder declares, or None.
 
     The file's own folder and the folders within `root` count. If several declare a split, the
     nearest one decides.

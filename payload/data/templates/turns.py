@@ -107,7 +107,7 @@ class RowRendering:
 def _samples(whole: str, turns: list[Turn], *, has_unmarked: bool) -> list[RenderedSample]:
     """Return the samples.
 
-    Several turns share a sample if its text begins with the text of each of these turns.
+    Several turns share a sample if the sample's text begins with the text of each of these turns.
     """
     texts: list[tuple[str, list[Span]]] = []
     for turn in reversed(turns):

@@ -27,7 +27,7 @@ class LiteralTextEncoder:
     Special tokens that the template wrote are renamed, in the text and in the tokenizer. Special
     tokens that came from a row keep their names. The tokenizer does not know these names as special
     tokens any more, and encodes them together with the text around them. A new name has as many
-    characters as the old one, so that ranges stay the same.
+    characters as the old name, so that ranges stay the same.
     """
 
     def __init__(self, tokenizer: HfTokenizer) -> None:

@@ -72,7 +72,7 @@ class PrepareSettings:
     allow_odd_tokenizer: bool = False
     """Continue if the tokens do not seem to represent the text."""
     shaping: tuple[str, ...] = ()
-    """Further values on which the output depends. The fingerprint covers these values, too."""
+    """Further values on which the output depends. The fingerprint also covers these values."""
 
     def dtype(self) -> TokenDtype:
         """Return the dtype of the tokens in the files."""

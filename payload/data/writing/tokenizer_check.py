@@ -1,8 +1,8 @@
 """Checks that tokens represent the text, while the text is tokenized.
 
-A tokenizer with an empty vocabulary, or one for a different kind of text, produces tokens that do
-not represent the text. Training on these tokens fails late, or ends without an error and with a
-useless model.
+A tokenizer with an empty vocabulary, or a tokenizer for a different kind of text, produces tokens
+that do not represent the text. Training on these tokens fails late, or ends without an error and
+with a useless model.
 """
 
 from __future__ import annotations

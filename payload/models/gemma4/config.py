@@ -103,7 +103,7 @@ class Gemma4Config:
     attention_k_eq_v: bool = False
     """True if the layers without a window use their keys as values."""
     num_kv_shared_layers: int = checked(0, low=0, high=_MOST_LAYERS)
-    """Number of layers at the end of the model that use the keys and values of earlier layers."""
+    """Number of last layers that use keys and values of earlier layers."""
     enable_moe_block: bool = False
     use_double_wide_mlp: bool = False
     """True if the MLP is twice as wide in the layers that use keys and values of earlier layers."""

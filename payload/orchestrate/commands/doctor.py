@@ -172,7 +172,10 @@ def exit_code(checks: Sequence[Check]) -> ExitCode:
 
 
 def _settings(pulumi: Pulumi) -> tuple[dict[str, Any], str]:
-    """Return the stack's config and a text about its source; without a stack, an empty config."""
+    """Return the stack's config and a text about the config's source.
+
+    Without a stack, the config is empty.
+    """
     try:
         known = settings(pulumi)
     except PulumiError as error:

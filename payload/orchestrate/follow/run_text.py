@@ -155,7 +155,7 @@ def estimate(
 def _speed(
     planned: ResolvedPlan, quantized: QuantizedCost | None, earlier: Sequence[RunPaths]
 ) -> tuple[Speed, str]:
-    """Return the speed of a run and a description of its source.
+    """Return the speed of a run, and a description of the speed's source.
 
     The trial does not measure dequantisation, so the time of dequantisation is added.
     """
@@ -181,7 +181,7 @@ def has_measured_speed(planned: ResolvedPlan, *, earlier: Sequence[RunPaths]) ->
 
 
 def _typical_speed(planned: ResolvedPlan, *, dequantize_s: float) -> tuple[Speed, str]:
-    """Return the speed of typical CPU cores and its source.
+    """Return the speed of typical CPU cores, and the source of the speed.
 
     Nodes with GPUs count as CPUs here, because the speed of the GPUs is unknown.
     """

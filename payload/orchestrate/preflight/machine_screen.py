@@ -114,8 +114,8 @@ def _cores_text(facts: MachineFacts, report: Report) -> str:
 
 
 def _kernels_text(facts: MachineFacts, report: Report, config: RunConfig) -> str:
-    """Return which computations run on the project's kernels on this machine, and why others do
-    not."""
+    """Return which computations run on the project's kernels on this machine, and why other
+    computations do not."""
     alone = "PyTorch alone, without the project's kernels: "
     if not config.used_engine().wants_kernels():
         return f"{alone}a setting of [engine] turns them off"

@@ -55,7 +55,7 @@ def refuse_to_remove(
 ) -> None:
     """Raise UsageError for a run that is active, needed by another run, or not fully collected.
 
-    A folder that is not a run is an error as well. `is_alive` is the last known state of a run on a
+    A folder that is not a run is also an error. `is_alive` is the last known state of a run on a
     cluster. `may_lose` is True if the cluster may have uncollected results. With `is_forced`,
     uncollected results and adapters of other runs do not prevent the removal.
     """

@@ -78,7 +78,7 @@ class Loss(ABC):
     def metrics(
         self, sums: Tensor, *more: Tensor, step: int, samples: int, tokens: int
     ) -> EvalMetrics:
-        """Return the metrics of an evaluation from the sums over all its batches and ranks.
+        """Return the metrics of an evaluation from the sums over all batches and ranks.
 
         The evaluation read `samples` samples with `tokens` tokens in all; `more` holds further
         per-sample tensors.

@@ -54,7 +54,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def wrap(self, model: CausalLM) -> None:
-        """Distribute the model to the ranks, before its optimizers and kernels are created."""
+        """Distribute the model to the ranks, before the model's optimizers and kernels are
+        created."""
 
     def place(self, model: CausalLM) -> None:
         """Keep only this rank's shard of a model.
@@ -87,7 +88,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def attach(self, model: CausalLM) -> None:
-        """Set rank 0's weights on every rank; the model's kernels, if any, must be set before."""
+        """Set rank 0's weights on every rank; call this after the model's kernels are set."""
 
     @abstractmethod
     def begin(self, tokens: Tensor) -> None:

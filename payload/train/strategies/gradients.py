@@ -68,8 +68,8 @@ class GradientExchange:
     def attach(self, model: CausalLM) -> None:
         """Broadcast rank 0's parameters, and register hooks that average the trainable gradients.
 
-        The model's kernels, if any, must be set before. With a `group`, nothing is broadcast: each
-        rank already has its part of rank 0's parameters.
+        Call this after the model's kernels are set. With a `group`, nothing is broadcast: each rank
+        already has its part of rank 0's parameters.
         """
         if self._num_ranks == 1:
             self._alone = [parameter for _, parameter in trainable(model)]
@@ -99,7 +99,7 @@ class GradientExchange:
                 self._nodes.append(_call_after_gradient(parameter, bucket, self._on_gradient))
 
     def begin(self, tokens: Tensor) -> None:
-        """Average the gradients in the next backward pass, the last one of its step.
+        """Average the gradients in the step's last backward pass, which runs next.
 
         `tokens` are the tokens of that pass's micro-batch.
         """
@@ -167,9 +167,9 @@ def _call_after_gradient(
 ) -> object:
     """Run `call` after the parameter's backward pass; return an object that must stay alive.
 
-    A hook on the parameter would not run if backward functions add to its gradient themselves and
-    return None, as the backward functions of the kernels do. The parameter's node in autograd's
-    graph runs in both cases.
+    A hook on the parameter would not run if backward functions add to the parameter's gradient
+    themselves and return None, as the backward functions of the kernels do. The parameter's node in
+    autograd's graph runs in both cases.
     """
     view = parameter.view_as(parameter)
     assert view.grad_fn is not None

@@ -162,8 +162,8 @@ class MeshSnapshot(Snapshot):
             return whole.t() if each.transposed else whole
 
     def _sends(self, distribution: Distribution) -> bool:
-        """Return whether rank 0 receives this rank's part; of equal copies, rank 0 receives only
-        one."""
+        """Return whether rank 0 receives this rank's part; rank 0 receives only one of several
+        equal copies."""
         place = self._mesh.place(self._rank)
         return place.pipeline == distribution.stage and (
             distribution.split is not None or place.tensor == 0

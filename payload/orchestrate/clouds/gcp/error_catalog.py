@@ -1,4 +1,5 @@
-"""Maps error messages of Google, its Pulumi provider and the network to our error and the fix.
+"""Maps error messages of Google, its Pulumi provider and the network to this project's error and
+the fix.
 
 Pure. The patterns match messages that users of Google and of the provider reported.
 """

@@ -25,7 +25,7 @@ def renew_expiry_labels(google: Google, nodes: Sequence[Node], *, talk: Console)
 
     Returns when Google ends the last machine, in Unix seconds.
 
-    A machine that replaces another one gets the label of the old machine, because Pulumi ignores
+    A machine that replaces an old machine gets the label of the old machine, because Pulumi ignores
     changes of the label. Returns None if no machine has a time limit, or if the machines cannot be
     listed.
     """

@@ -231,7 +231,10 @@ def print_leftovers(found: Sweep) -> None:
 
 
 def report_leftovers(found: Sweep, *, talk: Console) -> None:
-    """Report that no resource is left. Raises TeardownError if any remain or may remain."""
+    """Report that no resource is left.
+
+    Raises TeardownError if resources are left or may be left.
+    """
     whose = f"of cluster {found.cluster}" if found.cluster else "of expired clusters"
     left = found.all_left()
     if left and found.may_live():
