@@ -15,9 +15,9 @@ def inside_folder(path: Path, *, home: Path | None = None) -> Path:
     """Return `path` if it resolves to a file inside the folder `home`.
 
     By default, `home` is the parent of `path`. Raises OSError for a link that leads out of that
-    folder, because the author of the link could make a command read any file and copy it to the
-    output. The hub's cache stores files in `blobs`, next to `snapshots`. Links to files in `blobs`
-    are followed.
+    folder. Through such a link, its author could make a command copy any file to the output. The
+    hub's cache stores files in `blobs`, next to `snapshots`. Links to files in `blobs` are
+    followed.
     """
     folder, target = (Path(os.path.realpath(each)) for each in (home or path.parent, path))
     blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder

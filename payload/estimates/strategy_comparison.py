@@ -68,8 +68,8 @@ def compare_strategies(
     The strategies of both groups are sorted by predicted time.
 
     `free_bytes` is the free memory of a node. The node's ranks share this memory. If the peak was
-    not measured, an assumed peak determines the order, because the pipeline bubble and the head of
-    a tensor rank depend on the compute time.
+    not measured, an assumed peak determines the order. The peak is needed because the pipeline
+    bubble and a tensor rank's head depend on the compute time.
     """
     on_gpus = config.device.kind == "cuda"
     core = typical_core_flops_per_s(config.dtype(), emulates_bf16=False)

@@ -62,8 +62,8 @@ Thoughts = Literal["keep", "drop", "empty", "refuse"]
 
 `keep` trains the thoughts that are in the row. `drop` removes all thoughts. `empty` and `refuse`
 differ from `keep` only for a row without thoughts whose prompt opens a block of thoughts. For such
-a row, `empty` trains the end of the block and the answer, `refuse` rejects the row, and `keep` and
-`drop` train only the answer.
+a row, `keep` and `drop` train only the answer, `empty` trains the end of the block and the answer,
+and `refuse` rejects the row.
 """
 
 _TOKEN_FILES = frozenset({TRAIN_NAME, VAL_NAME})

@@ -100,8 +100,8 @@ def batches(
 ) -> Iterator[list[int]]:
     """Yield the indices of prompts that are continued together. Such prompts have similar lengths.
 
-    A prompt that is longer than the context is batched only with prompts of equal length, because
-    the length determines which part of a prompt is read.
+    The length of a prompt that is longer than the context determines which part of the prompt is
+    read. So such a prompt is batched only with prompts of equal length.
     """
     context = model.spec.context()
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))

@@ -1,8 +1,8 @@
 """CONTRACT: records the SHA-256 hashes of checkpoint manifests, as the head wrote them.
 
-Every node of a cluster with a bucket can write to the run's store, so a manifest in the store
-proves nothing about its author. The head keeps these hashes on its local disk. Other machines
-receive these hashes only over SSH. The hashes are never uploaded to a store, or read from a store.
+Every node of a cluster with a bucket can write to the run's store, so a manifest in the store does
+not prove who wrote it. The head keeps these hashes on its local disk. Other machines receive these
+hashes only over SSH. The hashes are never uploaded to a store, or read from a store.
 """
 
 from __future__ import annotations

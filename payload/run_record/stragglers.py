@@ -199,10 +199,10 @@ class StragglerNews:
 
     The start of a rank's first episode is reported immediately. On a busy machine, ranks take turns
     being slow for a moment. Therefore, from the second episode on, an end is reported only if the
-    rank has not been slow for a number of steps, which doubles each time. Episodes in between are
-    counted. A rank that stays slow is reported again after a number of steps, which also doubles.
-    This gives about 20 lines per rank in 100,000 steps. While a rank is slow, the last report about
-    the rank always says that it is slow.
+    rank has not been slow for a number of steps. This number doubles with each episode. Episodes in
+    between are counted. A rank that stays slow is reported again after a number of steps, which
+    also doubles. This gives about 20 lines per rank in 100,000 steps. While a rank is slow, the
+    last report about the rank always says that it is slow.
     """
 
     def __init__(self) -> None:

@@ -237,8 +237,8 @@ def fetch_checkpoint(
     """Download one checkpoint, verify it, then rename it into the folder `checkpoints`.
 
     A valid local checkpoint is kept, as is a checkpoint that the trainer is writing. Raises
-    CheckpointError if the checkpoint is damaged, belongs to a different run or does not match its
-    hash in `known`, and PreflightError if the disk is full.
+    PreflightError if the disk is full. Raises CheckpointError if the checkpoint is damaged, belongs
+    to a different run, or does not match the hash in `known`.
     """
     target, partial = checkpoints / name, checkpoints / f"{name}.fetch{PARTIAL_SUFFIX}"
     prefix = f"{CHECKPOINTS_NAME}/{name}/"
@@ -283,8 +283,8 @@ _IF_RESUMED = (
 
 
 def _require_heads(name: str, manifest: bytes, known: ManifestHashes) -> None:
-    """Raise CheckpointError if the hashes that the head recorded show that the head did not write
-    `manifest`."""
+    """Raise CheckpointError if `manifest` is not from the head, according to the recorded
+    hashes."""
     wrote, found = known.by_name().get(name), hashlib.sha256(manifest).hexdigest()
     if wrote not in (None, found):
         raise CheckpointError(

@@ -39,8 +39,8 @@ def path_of_run(name: str, *, setting: str, error: type[TileforgeError]) -> str:
     hub. Any other name means a run only if its folder has a run's files; this is logged, because a
     cloned project could contain such a folder on purpose.
 
-    Raises `error` for an unknown run, for a run with the name of a known hub model, and UsageError
-    if the default folder of runs is a link.
+    Raises `error` for an unknown run, and for a run with the name of a known hub model. Raises
+    UsageError if the default folder of runs is a link.
     """
     parent, _, given = name.rpartition("/")
     is_in_runs = parent == DEFAULT_RUNS_DIR

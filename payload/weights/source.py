@@ -78,8 +78,8 @@ def base_name(adapter: Path) -> str:
 
     A manipulated adapter could name any model on this machine as the base. So a base outside of the
     adapter's folder is accepted in only two cases: the adapter records the hash of the base's
-    weights, which is verified when the weights are read, or the user names the folder in the
-    environment. Raises CheckpointError.
+    weights (verified when the weights are read), or the user names the folder in the environment.
+    Raises CheckpointError.
     """
     source = read_adapter_config(adapter).source()
     if hub_name(source) is not None:

@@ -67,7 +67,8 @@ class NamedColumns:
         return [*named, *([["ignored", sorted(self._ignored)]] if self._ignored else [])]
 
     def state(self) -> dict[str, Any]:
-        """Return JSON for `restore`: the columns and ignored keys that the rows so far had."""
+        """Return JSON for `restore`: the columns and ignored keys that were found in the rows so
+        far."""
         return {
             "missing": sorted(self._missing),
             "removed": dict(self._removed),

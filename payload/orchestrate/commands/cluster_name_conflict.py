@@ -83,9 +83,9 @@ def require_own_state(
 ) -> None:
     """Raise ConfigError if the stack's state lists resources that now belong to another cluster.
 
-    Pulumi identifies a resource by name. If a resource was removed without Pulumi and another user
-    then created a resource of the same name, Pulumi would change or destroy that user's resource.
-    `kept` is the part of the message that names what is kept.
+    Pulumi identifies a resource by name. After a resource was removed without Pulumi, another user
+    may have created a resource of the same name. Pulumi would then change or destroy that user's
+    resource. `kept` is the part of the message that names what is kept.
     """
     _listed(google, cluster, own, kept=kept, talk=talk)
 

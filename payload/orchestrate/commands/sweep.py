@@ -73,8 +73,8 @@ def sweep(options: SweepOptions, env: Mapping[str, str]) -> int:
 def _named_proof(options: SweepOptions, folder: Path) -> Ownership | None:
     """Return the ownership that --identity proves; None for the folder's own cluster.
 
-    With --delete, the user must type the cluster's name for an identity from --identity, and for an
-    identity that is only in the folder's identity.json.
+    With --delete, the user must type the cluster's name to use an identity from --identity. The
+    same holds for an identity that only the folder's identity.json contains.
     """
     if options.cluster is None:
         return None

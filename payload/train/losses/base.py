@@ -1,8 +1,8 @@
 """The interface of a loss: its value for a batch, its weight and its evaluation metrics.
 
 A loss is one file of this package and one line in `payload/core/tasks.py`. The file assigns a
-subclass of `Loss` to `LOSS`. A loss works on the output of the model's head (token losses or
-logits, depending on the task) and does not depend on model or ranks. B samples, T tokens, K labels.
+subclass of `Loss` to `LOSS`. A loss takes the output of the model's head: token losses or logits,
+depending on the task. It does not depend on the model or on ranks. B samples, T tokens, K labels.
 """
 
 from __future__ import annotations

@@ -167,8 +167,8 @@ def _call_after_gradient(
 ) -> object:
     """Run `call` after the parameter's backward pass; return an object that must stay alive.
 
-    A hook on the parameter would not run if backward functions add to the parameter's gradient
-    themselves and return None, as the backward functions of the kernels do. The parameter's node in
+    A hook on the parameter would not run for a backward function that adds to the parameter's
+    gradient itself and returns None. The kernels have such functions. The parameter's node in
     autograd's graph runs in both cases.
     """
     view = parameter.view_as(parameter)
