@@ -1,7 +1,7 @@
 """Renders a node's user-data for cloud-init from values and templates.
 
-Pure, except `BootstrapFiles.load`. Every process on the node, and every user who can read the
-instance, can read user-data, so it contains no secrets, only public keys.
+All functions are pure, except `BootstrapFiles.load`. Every process on the node, and every user who
+can read the instance, can read user-data. Therefore it contains no secrets, only public keys.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def reference_command(
 
 
 def read_reference(folder: Path, meta: DataMeta) -> Reference | None:
-    """Return the contents of reference.json; None if it is missing or is for other data.
+    """Return the contents of reference.json; None if the file is missing or is for other data.
 
     Raises DataError for a damaged file.
     """

@@ -65,7 +65,7 @@ class Mesh:
         return (found * self.shard + place.shard) * self.tensor + place.tensor
 
     def data_rank(self, rank: int) -> int:
-        """Return which of the `data_ranks` parts of a batch the rank trains on."""
+        """Return the index, below `data_ranks`, of the batch part that the rank trains on."""
         place = self.place(rank)
         return place.replicate * self.shard + place.shard
 

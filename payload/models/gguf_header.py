@@ -179,7 +179,7 @@ class _Reader:
         return tuple(_shortest(each) for each in found)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], TensorPlace]:
-        """Return name, shape, and the place in the data."""
+        """Return the name, shape and place of the next tensor in the header."""
         name, dims = self._string(), int(self._number("<I"))
         if not 1 <= dims <= 8:
             self._refuse(f"{shown(name)} has {dims} dimensions")

@@ -58,7 +58,7 @@ class ManifestHashes:
         """Return True if earlier and later checkpoints have a hash, and this checkpoint lacks a
         hash.
 
-        The head has a hash of each checkpoint that it uploads, so it has not uploaded this
+        The head has a hash of each checkpoint that it uploads, so the head has not uploaded this
         checkpoint.
         """
         steps = [checkpoint_step(PurePosixPath(each.checkpoint)) for each in self.hashes]

@@ -236,7 +236,7 @@ def fetch_checkpoint(
 ) -> Path:
     """Download one checkpoint, verify it, then rename it into the folder `checkpoints`.
 
-    A valid local checkpoint is kept, as is a checkpoint that the trainer is writing. Raises
+    Valid local checkpoints, and a checkpoint that the trainer is writing, are kept. Raises
     PreflightError if the disk is full. Raises CheckpointError if the checkpoint is damaged, belongs
     to a different run, or does not match the hash in `known`.
     """

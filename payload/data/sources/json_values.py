@@ -28,7 +28,7 @@ _WINDOW_CHARS = 1000
 
 
 class _Text:
-    """A window of a JSON text, which moves forward."""
+    """A window that moves forward over a JSON text."""
 
     def __init__(self, file: BinaryIO, path: Path, encoding: str) -> None:
         self._file = io.TextIOWrapper(file, encoding=encoding)

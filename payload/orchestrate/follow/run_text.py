@@ -456,7 +456,8 @@ def _confusion_lines(
 ) -> list[str]:
     """Return the lines of the confusion matrix.
 
-    If it is wider than `width`, return a line that names the file with the matrix.
+    If the matrix is wider than `width` characters, return a line that names the file with the
+    matrix.
     """
     names = [printable_line(label) for label in labels]
     rows = [(name, *map(str, row)) for name, row in zip(names, confusion, strict=True)]

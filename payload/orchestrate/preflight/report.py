@@ -352,7 +352,7 @@ def _is_booting(report: Report) -> bool:
 
 
 def _reason(report: Report) -> str:
-    """Return the errors of all nodes as one line; they are the reason to wait."""
+    """Return the errors of all nodes as one line; the errors are the reason to wait."""
     errors = [finding for finding in report.findings if finding.severity == "error"]
     return "; ".join(f"{finding.node}: {finding.cause}" for finding in errors)
 

@@ -155,7 +155,7 @@ class Shard(Strategy):
         return torch.no_grad()
 
     def computes_together(self) -> bool:
-        """Return True: each rank needs the shards of all others to run a micro-batch."""
+        """Return True: each rank needs the shards of all other ranks to run a micro-batch."""
         return True
 
     def weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:

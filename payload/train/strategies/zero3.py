@@ -140,7 +140,7 @@ class Zero3(Strategy):
         return torch.no_grad()
 
     def computes_together(self) -> bool:
-        """Return True: each rank needs the shards of all others to run a micro-batch."""
+        """Return True: each rank needs the shards of all other ranks to run a micro-batch."""
         return True
 
     def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:

@@ -74,7 +74,7 @@ def evaluate_pairs(
 
 
 def _num_pairs(pairs: Pairs, max_tokens: int | None) -> int:
-    """Return how many pairs, from the first on, together reach `max_tokens`; None = all pairs."""
+    """Return how many leading pairs together have `max_tokens` tokens; None = all pairs."""
     if max_tokens is None:
         return pairs.num_pairs()
     before = int(np.searchsorted(np.cumsum(pairs.lengths.sum(axis=1)), max_tokens))

@@ -121,7 +121,7 @@ def start(google: Google, machines: Sequence[StoppedMachine], *, talk: Console) 
 
 @contextmanager
 def _explained(machine: StoppedMachine) -> Iterator[None]:
-    """Add a note to the error of a failed start: the disk is kept, and the next command."""
+    """Add to the error of a failed start that the disk is kept, and the next command."""
     kept = (
         "Its disk is kept and billed. Try again later; or discard the disk: "
         f"{_UP} --stopped replace, or {_DOWN} --without-collect"
