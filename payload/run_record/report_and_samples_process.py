@@ -27,8 +27,8 @@ def write_report(
 ) -> str | None:
     """Write report.html into the run folder; return an error message, or None.
 
-    With `show`, a browser opens the report. The run's supervisor sets `is_started_here`: on a head,
-    there is no record of this user's approval of the data folder.
+    With `show`, a browser opens the report. The run's supervisor sets `is_started_here`, because a
+    head has no record of this user's approval of the data folder.
     """
     options = [*(["--open"] if show else []), *(["--started-here"] if is_started_here else [])]
     try:

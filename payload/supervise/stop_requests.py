@@ -124,7 +124,7 @@ class Stopping:
         return None
 
     def limit(self, limit_s: float) -> bool:
-        """Request a stop after `limit_s`; return False if an earlier limit applies."""
+        """Request a stop after `limit_s` seconds; return False if an earlier limit applies."""
         ends_s = time.monotonic() + limit_s
         is_earlier = ends_s < self._limit_at_s
         self._limit_at_s = min(self._limit_at_s, ends_s)

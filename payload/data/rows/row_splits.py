@@ -18,7 +18,7 @@ from payload.data.sources.split_columns import SPLIT_COLUMNS, split_of_row
 class RowSplits:
     """Counts the rows of one source by the split that each row declares.
 
-    The model is not trained on rows for validation and on test rows.
+    The model is never trained on validation rows or test rows.
     """
 
     def __init__(self, *, is_read: bool) -> None:

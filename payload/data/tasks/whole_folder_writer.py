@@ -105,8 +105,8 @@ def prepare_whole(
 ) -> PrepareResult:
     """Make the data folder from rows, if it does not hold this data yet. Raises DataError.
 
-    `make` receives the fingerprint of the source and the settings. By this fingerprint, it finds
-    files of an interrupted run to resume.
+    `make` receives the fingerprint of the source and the settings, and uses it to find the files of
+    an interrupted run to resume.
     """
     reporter.log(f"source: {rows.label}")
     started_s = time.monotonic()

@@ -1,7 +1,7 @@
 """Sizes and costs of a dense Gemma 4 text model.
 
-Its layers differ in head width, window and MLP; some use the keys and values of an earlier layer.
-Small models have a second token embedding (`ple`). Each layer adds a part of it.
+Layers differ in head width, window and MLP. Some layers use the keys and values of an earlier
+layer. Small models have a second token embedding (`ple`). Each layer adds a part of it.
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ def _content(request: FileRequest, name: str, piece: Piece) -> tuple[int, bytes]
 
 
 def _problem(paths: RunPaths, name: str, text: str, request: FileRequest) -> str | None:
-    """Return the reason why a small file cannot replace the local one, or None."""
+    """Return the reason why a small file cannot replace the local file, or None."""
     where = f"{request.node}: {name}"
     folder, _, file = name.rpartition("/")
     cls = _RECORDS[folder or file]

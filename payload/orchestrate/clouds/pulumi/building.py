@@ -233,7 +233,7 @@ def replacing(urns: Iterable[str]) -> list[str]:
 
 
 def drifted_machines(update: Update, *, done: set[str]) -> list[Step]:
-    """Return the failed updates of machines that Google allows only while a machine is stopped."""
+    """Return the failed updates that Google allows only while the machine is stopped."""
     stuck = {each.urn for each in problems_of(update) if _NEEDS_STOP in each.message}
     return [
         step
