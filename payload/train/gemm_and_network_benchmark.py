@@ -132,9 +132,10 @@ def gemm_peak(world: World, dtype: Dtype, *, budget_s: float) -> float:
 def _with_large_product(
     world: World, dtype: Dtype, speed: float, *, budget_s: float = _GEMM_BUDGET_S
 ) -> float:
-    """Return the higher of `speed`, of the small matmul, and the large matmul's speed, in FLOP/s.
+    """Return the higher of `speed` and the large matmul's speed, in FLOP/s.
 
-    The large matmul is only measured on ranks on which the small matmul is fast.
+    `speed` is the small matmul's speed. The large matmul is only measured on ranks
+    on which the small matmul is fast.
     """
     small, large = _gemm_sizes(world)
     if speed * _FAST_PRODUCT_S <= 2 * small**3:
@@ -147,7 +148,7 @@ def _gemm_flops_per_s(
 ) -> float:
     """Return the FLOP/s of the fastest of many square matmuls of `size`.
 
-    Other programs slow the fastest matmul least.
+    The fastest matmul is the least affected by other programs.
     """
     factors = _factors(world, size, TORCH_DTYPES[dtype])
     best_s = _best_product_s(world, *factors, budget_s=budget_s)

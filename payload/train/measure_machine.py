@@ -195,9 +195,9 @@ class _Child:
 def _start(
     domain: Domain, prepare: Callable[[Domain], Measurement], *, go: int, never: int
 ) -> _Child:
-    """Start a process that measures when the other end of the pipe `go` is closed.
+    """Start a process that measures once the write end of the pipe `go` is closed.
 
-    `never` is the pipe's other end. The process closes its copy of this end.
+    `never` is the write end of the pipe. The process closes its own copy of `never`.
     """
     reader, writer = os.pipe()
     pid = os.fork()

@@ -95,7 +95,7 @@ class TemplateProcess:
     def send(self, requests: Sequence[str]) -> None:
         """Send a batch of requests, each made by `encode`. `receive` returns their results.
 
-        The process works on the batch in the meantime. Only one batch can be under way.
+        The process works on the batch in the meantime. Only one batch can be in progress.
         """
         assert not self._num_sent and self._received is None, "receive() comes first"
         try:

@@ -58,7 +58,7 @@ def own_identity(folder: Path, cluster: str, *, state_identities: Sequence[str] 
 def conflicting_resources(
     google: Google, cluster: str, own: Ownership, *, take_over: str | None, talk: Console
 ) -> Sequence[Resource]:
-    """Return the resources of another cluster of this name that the user takes over.
+    """Return the resources that the user takes over from another cluster of this name.
 
     Raises ConfigError for resources with an identity other than `take_over`, which is an identity
     or NO_IDENTITY. Buckets do not conflict: their names are unique.

@@ -199,8 +199,8 @@ class World:
         """Make gloo, and NCCL on GPUs, use the interface that leads to rank 0's node.
 
         By default gloo uses the address of this machine's host name: 127.0.1.1 on Debian. NCCL
-        chooses an interface per node, not always the same one; the prefix `=` makes NCCL match the
-        name exactly.
+        chooses an interface on each node, and nodes can choose different ones. The prefix `=` makes
+        NCCL match the name exactly.
         """
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             towards = interface_towards(os.environ["MASTER_ADDR"])

@@ -17,8 +17,8 @@ _PROVIDERS_TOO = {"project": "", "region": DEFAULTS.region}
 def settings(pulumi: Pulumi) -> dict[str, Any]:
     """Return the stack's config without namespaces; the project's keys override a provider's keys.
 
-    Exception: if this project's setting `project` or `region` is empty or the default, the value of
-    the provider is used if it is set. Raises PulumiError and ConfigError.
+    Exception: if this project's setting `project` or `region` is empty or the default, the
+    provider's value is used, if set. Raises PulumiError and ConfigError.
     """
     raw = pulumi.ask_json("config")
     if not isinstance(raw, dict):
