@@ -162,7 +162,7 @@ def build_optimizers(
     *,
     parts: dict[str, nn.Parameter] | None = None,
 ) -> Optimizers:
-    """Create the optimizer `settings.name`, and a second optimizer for the other parameters.
+    """Create the optimizer `settings.name`; if it leaves out parameters, create a second optimizer.
 
     An engine that patches torch's optimizer classes gets exactly these classes, not subclasses.
     `parts` replaces the model's parameters if a rank holds only a shard of each. Raises
