@@ -277,8 +277,7 @@ class Summary:
     """Number of weights that a rank dequantizes per second; None for a base that is not in 4
     bits."""
     predicted_step_s: float | None = checked(None, low=0)
-    """Seconds per step, predicted by the calibration at the last start; None in older summaries.
-    """
+    """Seconds per step, predicted by the calibration at the last start; None in older summaries."""
     ready_unix: float | None = _seconds(None)
     """Time of the first step or evaluation after the last start, by rank 0's clock."""
     start_s: dict[str, float] = field(default_factory=dict)
