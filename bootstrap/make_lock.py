@@ -1,9 +1,9 @@
 """Write requirements.lock from pyproject.toml: `make lock`, with UPGRADE=1 for newer versions.
 
 uv resolves for every supported system and Python version. All extras share one version of each
-package, except torch, whose version differs in `intel`. Each line lists the extras that need the
-package, so install-payload.sh can select lines without a resolver. The next lines list the SHA-256
-hashes of the package's wheels for the supported systems and Python versions.
+package. Exception: `intel` has a different version of torch. Each line lists the extras that need
+the package, so install-payload.sh can select lines without a resolver. The next lines list the
+SHA-256 hashes of the package's wheels for the supported systems and Python versions.
 
 torch has two lines: `torch==V` for the default package index, whose Linux builds require CUDA
 packages (extras that end in `-cuda`), and `torch==V+cpu` for PyTorch's index of CPU builds. If that
@@ -56,7 +56,7 @@ def resolve(
     """Resolve requirements; return the lines of all packages, with dependencies, and the hashes.
 
     `requirements` are arguments of `uv pip compile`: files, and `--extra` for pyproject.toml. The
-    result must have the versions in `pins`, and has those in `keep` if possible.
+    result must have the versions in `pins`, and has the versions in `keep` if possible.
     """
     with tempfile.TemporaryDirectory() as folder:
         constraints, output = Path(folder, "constraints.txt"), Path(folder, "lock.txt")
@@ -120,7 +120,7 @@ def _fits(tag: Tag) -> bool:
 
 
 def render(lines_by_extra: Mapping[str, Sequence[str]], hashes: Hashes) -> str:
-    """Return the lock's text."""
+    """Return the text of the lock file."""
     extras_of: dict[str, set[str]] = {}
     for extra, lines in lines_by_extra.items():
         for line in lines:

@@ -9,7 +9,8 @@ from infra.config import ClusterConfig
 from infra.node_addresses import SUBNET, node_address, node_name
 
 _ANY_KEY = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'A' * 43} any-operator"
-"""A placeholder for the operator's key, so that the text does not depend on the key."""
+"""A placeholder for the operator's key, so that the user-data does not depend on the operator's
+key."""
 
 
 def node_bootstrap(
@@ -57,8 +58,8 @@ def rebuild_triggers(
     """Return the user-data of the head and of a worker; a changed text rebuilds the machine.
 
     A change of the operator's key or of the number of nodes affects only new machines. Exception:
-    with monitoring, the head is replaced if the number of nodes changes, because its Prometheus
-    needs every node's address.
+    with monitoring, the head is replaced if the number of nodes changes, because Prometheus on the
+    head needs every node's address.
     """
     keys = (_ANY_KEY,) if has_keys else ()
     single = user_data(replace(config, node_count=1), files, authorized_keys=keys, version=version)

@@ -1,7 +1,7 @@
 """Renders a node's user-data for cloud-init from values and templates.
 
-Pure, except `BootstrapFiles.load`. Every process on the node, and every user who can read the
-instance, can read user-data, so it contains no secrets, only public keys.
+All functions are pure, except `BootstrapFiles.load`. Every process on the node, and every user who
+can read the instance, can read user-data. Therefore it contains no secrets, only public keys.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class NodeBootstrap:
         return self.os_login_user or NODE_USER
 
     def packages(self) -> tuple[str, ...]:
-        """Return the Debian packages to install; `a|b` means the first that is available."""
+        """Return the Debian packages to install; `a|b` means the first available package."""
         ours = ("ca-certificates",) if self.is_monitored else ()
         return tuple(sorted({*_PACKAGES, *ours, *self.extra_packages}))
 
@@ -129,7 +129,7 @@ class BootstrapFiles:
 
 
 def render_user_data(node: NodeBootstrap, files: BootstrapFiles) -> str:
-    """Return cloud-init's user-data for one node; deterministic.
+    """Return cloud-init's user-data for one node. Equal arguments give equal text.
 
     Raises ConfigError for an invalid value, or if the text exceeds Compute Engine's limit.
     """
@@ -250,5 +250,5 @@ def key_problem(key: str) -> str | None:
 
 
 def _shown(key: str) -> str:
-    """Return the start of a public key for messages, and never any text of a private key."""
+    """Return the start of a public key for messages; never return text of a private key."""
     return repr("...") if "PRIVATE" in key else repr(key.strip()[:40])

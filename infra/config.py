@@ -28,7 +28,7 @@ class ClusterConfig(StackSettings):
 
     @property
     def zone(self) -> str:
-        """The zone of all nodes; if this zone is full, `up` can use other zones in the setting."""
+        """The zone of all nodes. If this zone is full, `up` can use another zone in the setting."""
         return self.zones[0]
 
     def uses_spot(self) -> bool:
@@ -37,7 +37,7 @@ class ClusterConfig(StackSettings):
         return self.spot in ("true", "auto")
 
     def max_lifetime_s(self) -> int | None:
-        """Return the lifetime limit in seconds, or None if it is not a valid duration."""
+        """Return the lifetime limit in seconds, or None if the setting is not a valid duration."""
         match = re.fullmatch(r"([0-9]{1,6})([mhd])", self.max_lifetime)
         return int(match[1]) * _SECONDS[match[2]] if match else None
 

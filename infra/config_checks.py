@@ -39,7 +39,10 @@ Problem = tuple[str, str]
 
 
 def problems(config: ClusterConfig, *, refused: frozenset[str]) -> list[Problem]:
-    """Return all problems, except problems of the keys in `refused`, which are already reported."""
+    """Return all problems.
+
+    Keys in `refused` are skipped, because their problems are already reported.
+    """
     checks = (_places, _machine, _disks, _money, _access, _network, _software)
     found = [problem for check in checks for problem in check(config)]
     return [problem for problem in found if problem[0] not in refused]

@@ -24,7 +24,7 @@ _LOGIN_KEYS = {
     "gcp:accessToken": "GOOGLE_OAUTH_ACCESS_TOKEN",
     "gcp:impersonateServiceAccount": "GOOGLE_IMPERSONATE_SERVICE_ACCOUNT",
 }
-"""Login settings of the provider, each with the equivalent environment variable."""
+"""Login settings of Google's Pulumi provider, each with the equivalent environment variable."""
 
 
 def load_config(root: Path) -> tuple[ClusterConfig, tuple[str, ...]]:
@@ -44,10 +44,10 @@ def load_config(root: Path) -> tuple[ClusterConfig, tuple[str, ...]]:
 
 
 def _check_login_keys(keys: Iterable[str]) -> None:
-    """Raise ConfigError for login settings of the provider, which would have no effect.
+    """Raise ConfigError for the provider's login settings. Such settings would have no effect.
 
-    The program creates its own provider, which ignores these settings but reads the environment, as
-    the orchestrator does.
+    The program creates its own provider. Like the orchestrator, this provider reads the environment
+    instead of the settings.
     """
     found = [key for key in sorted(keys) if key in _LOGIN_KEYS]
     if found:
@@ -60,7 +60,7 @@ def _check_login_keys(keys: Iterable[str]) -> None:
 
 
 def _from_provider(values: Mapping[str, str]) -> dict[str, str]:
-    """Return the provider's project and region if this program's settings are not set.
+    """Return the provider's project and region, for settings that this program's config lacks.
 
     `doctor` does the same: payload/orchestrate/clouds/pulumi/stack_config.py.
     """
@@ -79,7 +79,7 @@ def read_config(
     root: Path,
     missing_key: Callable[[Path], str] | None = None,
 ) -> tuple[ClusterConfig, tuple[str, ...]]:
-    """Parse settings from Pulumi's text values, where an array is JSON.
+    """Parse settings from Pulumi's text values; arrays are JSON text.
 
     `missing_key` creates the public key if the default file is missing and there is no problem.
     Raises ConfigError with every problem, one per line.

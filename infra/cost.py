@@ -1,4 +1,5 @@
-"""The cluster's cost per hour, in total, and per million tokens; checks the limit per hour."""
+"""Computes the cluster's cost per hour, in total and per million tokens; checks the hourly
+limit."""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ class _Inventory:
 def last_measured_speed(runs: Path, *, machine_type: str, node_count: int) -> Speed | None:
     """Return the speed of the newest finished run on the same machines and node count, or None.
 
-    The newest run is the run whose summary.json was modified last. Damaged runs are ignored.
+    The newest run is the run with the most recently modified summary.json. Damaged runs are
+    ignored.
     """
     found = []
     for path in runs.glob("*/summary.json"):

@@ -15,7 +15,7 @@ _MOST_KEY_BYTES = 2**18
 """Size limit of the public key file; user-data has the same limit."""
 
 Problems = list[tuple[str, str]]
-"""The key of a setting, and the text that follows the key in the error message."""
+"""Pairs of a setting's key and the text that follows the key in the error message."""
 
 
 def make_missing_key(public_file: Path) -> str:

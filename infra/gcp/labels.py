@@ -20,14 +20,15 @@ from payload.stack.resource_labels import CLUSTER_LABEL, EXPIRES_LABEL
 _UNIX_S = re.compile(r"[0-9]{1,11}")
 
 IGNORED = ("description",)
-"""Value of `ignore_changes` for resources whose description comes from `mark`."""
+"""Value of `ignore_changes` for resources with a description from `mark`."""
 
 
 def program_identity(root: Path, cluster: str) -> str:
-    """Return the identity of the stack's cluster; a preview does not store a new one.
+    """Return the identity of the stack's cluster; a preview does not store a new identity.
 
-    `root` is the project's folder. Raises ConfigError, also if this user has not signed
-    identity.json: with such a file, a build could treat another user's resources as this user's.
+    `root` is the project's folder. Raises ConfigError, for example if this user has not signed
+    identity.json. With a foreign identity.json, a build could treat another user's resources as
+    this user's.
     """
     is_preview = pulumi.runtime.is_dry_run()
     recorded, is_proven = recorded_cluster_identity(root, cluster)
@@ -52,7 +53,7 @@ def cluster_labels(
 def mark(labels: dict[str, str], text: str = "") -> str:
     """Return a description with `text` and the labels, for a resource that cannot have labels.
 
-    Pass IGNORED as the resource's `ignore_changes`, because the expiry differs on each run, and a
+    Pass IGNORED as the resource's `ignore_changes`, because the expiry differs on each run. A
     changed description would make Pulumi replace some resources, such as the network with all
     machines.
     """

@@ -1,4 +1,4 @@
-"""The cluster's network: from the internet only SSH is allowed; nodes can reach each other."""
+"""The cluster's network. Only SSH is allowed from the internet; nodes can reach each other."""
 
 from __future__ import annotations
 

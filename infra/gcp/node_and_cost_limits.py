@@ -13,7 +13,7 @@ _FILESTORE = "gcp:filestore/instance:Instance"
 
 
 def number_of_nodes(resources: Sequence[Resource]) -> int:
-    """Return the number of machines."""
+    """Return the number of machines among these resources."""
     return len(_instances(resources))
 
 

@@ -1,4 +1,4 @@
-"""The machines: plain instances with boot disks, which Google deletes at their lifetime limit."""
+"""The machines: plain instances with boot disks. Google deletes them at their lifetime limit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class NodesArgs:
     subnetwork: Input[str]
     service_account: Input[str]
     after: tuple[Resource, ...]
-    """Resources that the nodes depend on, such as the NAT and firewall for packages."""
+    """Resources that the nodes depend on, such as the NAT and the firewall, which package downloads
+    need."""
 
 
 class ClusterNodes(ComponentResource):

@@ -204,7 +204,7 @@ def _is_of_runs(expression: Any) -> bool:
 
 
 def metadata_is(key: str, expected: str) -> Callable[[Resource], Iterator[str]]:
-    """Return a check that the machine's metadata has the expected value of `key`."""
+    """Return a check that a machine's metadata has the value `expected` for `key`."""
 
     def check(resource: Resource) -> Iterator[str]:
         value = (resource["inputs"].get("metadata") or {}).get(key)

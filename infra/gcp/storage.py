@@ -38,7 +38,7 @@ class StorageArgs:
 
 
 class ResultsBucket(ComponentResource):
-    """The results bucket: a new one, an existing one, or none."""
+    """The results bucket: a new bucket, an existing bucket, or no bucket."""
 
     bucket: Output[str] | None
 
@@ -94,7 +94,7 @@ class ResultsBucket(ComponentResource):
 
 
 def runs_only(bucket: str) -> str:
-    """Return the IAM condition that limits a node's ROLE to objects of runs.
+    """Return the IAM condition that limits a node's ROLE to objects below `RUNS`.
 
     The condition cannot limit listing: permission to list applies to the whole bucket.
     https://cloud.google.com/iam/docs/conditions-attribute-reference

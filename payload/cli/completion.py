@@ -18,7 +18,7 @@ from payload.core.suggested_commands import program_name
 
 SHELLS = ("bash", "zsh", "fish")
 REQUEST = "_ARGCOMPLETE"
-"""Environment variable that the shell sets during completion. Its value is the number of words
+"""Environment variable that the shell sets during completion. The value is the number of words
 before the first argument."""
 
 _PARSERS = {
@@ -32,7 +32,7 @@ _PARSERS = {
     "report": "payload.report.__main__",
     "storage": "payload.storage.__main__",
 }
-"""Maps each package to the module that has its function `parser`."""
+"""Maps each package to the module with the package's function `parser`."""
 
 
 def complete(env: Mapping[str, str]) -> None:
@@ -80,7 +80,7 @@ def own_module(name: str) -> Any:
 
 
 def parser(*, prog: str) -> CommandParser:
-    """Return the command line of `completion`."""
+    """Return the parser of `completion`."""
     made = CommandParser(
         prog=prog,
         description="Print a script that completes the commands and options of `tileforge`. Add "

@@ -35,7 +35,7 @@ Style = Callable[[str], str]
 
 
 def parser(*, prog: str) -> CommandParser:
-    """Return the command line of `explain`."""
+    """Return the parser of `explain`."""
     made = CommandParser(
         prog=prog,
         description="Explain a setting of run.toml: its meaning, values, default, unit and "

@@ -12,7 +12,7 @@ from payload.core.files import write_whole
 
 
 def parser(*, prog: str) -> CommandParser:
-    """Return the command line of `schema`."""
+    """Return the parser of `schema`."""
     made = CommandParser(
         prog=prog,
         description="Print the JSON Schema of run.toml: every setting with its meaning, unit, "

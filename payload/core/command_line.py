@@ -51,11 +51,16 @@ def from_arguments(kind: type[_T], arguments: argparse.Namespace) -> _T:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Wraps lines only at spaces, to keep options whole; does not wrap text with line breaks."""
+    """Wraps lines only at spaces, so that options stay whole.
+
+    Text with line breaks is not wrapped.
+    """
 
     def add_argument(self, action: argparse.Action) -> None:
-        """Add an action, and add the indent of subcommands to the column's width (argparse does
-        not)."""
+        """Add an action.
+
+        Unlike argparse, include the indent of subcommands in the column's width.
+        """
         super().add_argument(action)
         if isinstance(action, argparse._SubParsersAction):
             self._action_max_length += self._indent_increment
@@ -71,7 +76,8 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose `--help` shows the common options, and `--help-all` all of them."""
+    """A parser with two kinds of help: `--help` shows common options, `--help-all` shows all
+    options."""
 
     def __init__(self, *, example: str = "", notes: str = "", **settings: Any) -> None:
         """Make the parser; `example` follows the description, `notes` end the full help."""
@@ -214,7 +220,7 @@ class _Refuse(argparse.Action):
 def _add_option(
     container: argparse._ActionsContainer, each: Field[Any], form: Option, hint: Any
 ) -> None:
-    """Add the option of one dataclass field, whose type is `hint`."""
+    """Add the option of one dataclass field. `hint` is the field's type."""
     kind, is_list = _value_type(hint)
     choices = form.choices() if callable(form.choices) else form.choices
     if choices is None and get_origin(kind) is Literal:
@@ -248,7 +254,7 @@ def _default(each: Field[Any], *, is_list: bool) -> object:
 
 
 def _value_type(hint: Any) -> tuple[Any, bool]:
-    """Return the type of one value, and True if the option collects several."""
+    """Return the type of one value, and True if the option collects several values."""
     if get_origin(hint) in (Union, UnionType):
         (hint,) = (each for each in get_args(hint) if each is not NoneType)
     if get_origin(hint) in (list, Sequence):

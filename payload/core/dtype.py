@@ -6,5 +6,5 @@ from typing import Literal
 
 Dtype = Literal["bf16", "fp32"]
 BF16_MIN_GAIN = 1.1
-"""`auto` resolves to bf16 if bf16 is at least this many times as fast as fp32. bf16 must be faster
-because it rounds more."""
+"""`auto` resolves to bf16 if bf16 is at least this many times as fast as fp32. bf16 is only worth
+its larger rounding errors if it is faster."""

@@ -1,4 +1,4 @@
-"""A line on stderr with the time that a long part of a command has taken so far."""
+"""A line on stderr that shows how long a slow part of a command has taken so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The error classes. Each has the exit code of a command that fails with it."""
+"""The error classes. Each class has the exit code of a command that fails with the error."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class TeardownError(TileforgeError):
 
 
 class SshUnreachableError(TileforgeError):
-    """A node does not answer on SSH, or its connection broke."""
+    """A node does not respond on SSH, or the connection to the node broke."""
 
     exit_code = ExitCode.SSH_UNREACHABLE
 
@@ -120,7 +120,10 @@ class SshAuthError(TileforgeError):
 
 
 class HostKeyError(TileforgeError):
-    """A node's host key is not the one in the inventory; nothing was sent to the node."""
+    """A node's host key differs from the host key in the inventory.
+
+    Nothing was sent to the node.
+    """
 
     exit_code = ExitCode.HOST_KEY
 
@@ -138,7 +141,7 @@ class PreflightError(TileforgeError):
 
 
 class AnswerError(PreflightError):
-    """A node's answer is damaged or has an unexpected format."""
+    """A node's response is damaged or has an unexpected format."""
 
 
 class TrainingError(TileforgeError):
@@ -164,7 +167,10 @@ class BudgetError(TileforgeError):
 
 
 class NodesError(TileforgeError):
-    """One action failed on some nodes. Lists all failures; the most specific sets the exit code."""
+    """One action failed on some nodes.
+
+    The error lists all failures. The most specific failure sets the exit code.
+    """
 
     def __init__(self, what: str, failures: Mapping[str, TileforgeError]) -> None:
         """Set the failures by node; each message begins with the name of the node."""

@@ -12,8 +12,8 @@ from typing import BinaryIO
 from payload.core.regular_files import open_regular
 
 _SETTLED_S = 2.0
-"""A hash is cached only if the file's last change is longer ago than this. A second change within
-one tick of the file system's clock would go unnoticed; the longest tick is two seconds, on FAT."""
+"""Minimum age in seconds of a file's last change for its hash to be cached. A second change within
+one tick of the file system's clock would go unnoticed. The longest tick is two seconds, on FAT."""
 _MOST_FILES = 1000
 
 
@@ -40,8 +40,8 @@ _known: dict[_Mark, str] = {}
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a regular file's content in hexadecimal.
 
-    The file is read again after any change, because each change sets the ctime, and no program can
-    set the ctime back. Raises OSError, for example if the path is not a regular file.
+    The file is read again after any change. Each change sets the ctime, and no program can set the
+    ctime back. Raises OSError, for example if the path is not a regular file.
     """
     with open_regular(path) as file:
         began_ns, mark = time.time_ns(), _Mark.of(file)

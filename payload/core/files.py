@@ -28,7 +28,10 @@ def is_not_regular(path: Path) -> bool:
 
 
 def require_file(path: Path) -> Path | None:
-    """Move a folder, pipe or broken link at `path` aside; return its new path, or None."""
+    """Move a folder, pipe or broken link at `path` aside.
+
+    Return the new path, or None if nothing moved.
+    """
     return move_aside(path) if is_not_regular(path) else None
 
 

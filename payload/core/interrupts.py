@@ -1,7 +1,7 @@
 """Requests to end a command: Ctrl-C, SIGTERM (`kill`, `timeout`, a CI job) and SIGHUP.
 
-Presses of Ctrl-C are counted, not signals, because one press can arrive as two signals: `timeout -s
-INT` signals its command, and then the process group that contains the command.
+Presses of Ctrl-C are counted instead of signals, because one press can arrive as two signals. For
+example, `timeout -s INT` signals its command, and then the process group that contains the command.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Presses:
     def is_new(self) -> bool:
         """Record a signal that arrives now; return True if it is a new press.
 
-        Waits `PRESS_S` for further signals of a new press. Otherwise, Python could run their
-        handler only after a long call of C code, such as a matmul, and these signals would count as
-        a new press.
+        After a new press, waits `PRESS_S` for further signals of the press. Without this wait,
+        Python might run the handler of a further signal only after a long call of C code, such as a
+        matmul. The signal would then count as a new press.
         """
         now_s = time.monotonic()
         if now_s - self._last_s < PRESS_S:
@@ -46,7 +46,8 @@ class _Requests:
     """Distinguishes a new request to end from another signal of the same request.
 
     Only a person repeats a request: `timeout` signals the process and its group, and a terminal
-    that closes sends several signals. So SIGTERM and SIGHUP are one request, however many arrive.
+    that closes sends several signals. So any number of SIGTERM and SIGHUP signals count as one
+    request.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,7 @@ class _Requests:
 class Interrupts:
     """Counts the requests to end that arrive during the context.
 
-    Every Ctrl-C counts. However many SIGTERM and SIGHUP arrive, they count once.
+    Every Ctrl-C counts. All SIGTERM and SIGHUP signals together count once.
     """
 
     def __init__(self) -> None:

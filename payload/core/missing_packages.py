@@ -19,7 +19,7 @@ _SET_UP = Path("bootstrap", "install-payload.sh")
 _STAMP = ".tileforge-setup"
 """Name of the file with which set-up marks the environments that it makes."""
 _OTHER_NAMES = {"sklearn": "scikit-learn", "oneccl_bindings_for_pytorch": "oneccl-bind-pt"}
-"""Package names by module name, where the two differ."""
+"""Package names by module name, for packages with a different module name."""
 
 
 def explain_missing_packages() -> None:
@@ -58,8 +58,8 @@ def missing_package_error(error: BaseException) -> BootstrapError | None:
 def _is_installed(top: str) -> bool:
     """Return True if Python finds the package.
 
-    If so, the import failed because a module of the package is missing, or the package has a wrong
-    version. A namespace such as `google` does not count, because several packages share it.
+    If the package is installed, the import failed because of a missing module or a wrong version of
+    the package. A namespace such as `google` does not count, because several packages share it.
     """
     # find_spec raises ValueError for a module without a spec.
     with suppress(ImportError, ValueError):
@@ -120,7 +120,8 @@ def _requirements(root: Path) -> Mapping[str, Sequence[str]]:
 
 
 def _extra_of(name: str, requirements: Mapping[str, Sequence[str]]) -> str | None:
-    """Return the first extra that requires the module's package; None if no extra does."""
+    """Return the first extra that requires the module's package; None if no extra requires the
+    package."""
     top = name.partition(".")[0]
     wanted = re.sub(r"[-_.]+", "-", _OTHER_NAMES.get(top, top)).lower()
     for extra, packages in requirements.items():

@@ -8,7 +8,8 @@ from types import ModuleType
 
 
 def member_names(package: ModuleType, *, besides: Collection[str]) -> list[str]:
-    """Return the names of a package's files in alphabetical order, without those in `besides`."""
+    """Return the names of a package's files in alphabetical order, without the names in
+    `besides`."""
     found = (module.name for module in pkgutil.iter_modules(package.__path__))
     return sorted(name for name in found if name not in besides)
 

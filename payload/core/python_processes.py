@@ -1,4 +1,4 @@
-"""Command lines and environments for processes that run modules of this package."""
+"""Builds command lines and environments for processes that run modules of this package."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SAFE_PATH: Mapping[str, str] = {"PYTHONSAFEPATH": "1"}
-"""Environment variable with the effect of Python's option `-P`, for launchers that build the ranks'
-command lines themselves.
-"""
+"""Environment variable with the effect of Python's option `-P`. The variable is for launchers that
+build the ranks' command lines themselves."""
 
 
 def module_command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
@@ -19,7 +18,7 @@ def module_command(module: str, *arguments: str, python: str = sys.executable) -
 
     Without `-P`, Python searches the current folder first. A folder `payload` or a file `json.py`
     in that folder would replace this package or the standard library. With `-P`, the process needs
-    `code_environment`, unless this package is installed.
+    `code_environment` if this package is not installed.
     """
     return [python, "-P", "-m", module, *arguments]
 

@@ -16,8 +16,8 @@ MAX_FILE_BYTES = 64 * 2**20
 def open_regular(path: Path, *, follows: bool = True) -> io.BufferedReader:
     """Open a regular file for reading.
 
-    Raises OSError for a folder, a pipe or a device, because reading these could block. Unless
-    `follows` is true, also raises OSError for a link.
+    Raises OSError for a folder, a pipe or a device, because reading these could block. If `follows`
+    is False, also raises OSError for a link.
     """
     link = 0 if follows else os.O_NOFOLLOW
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | link)
@@ -34,7 +34,7 @@ def read_bytes(path: Path, *, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
     """Return a regular file's content.
 
     Raises OSError. A path that is not a regular file is an error, and so is a file over
-    `limit_bytes`: reading can neither block nor fill the memory.
+    `limit_bytes`. So reading can neither block nor fill the memory.
     """
     with open_regular(path) as file:
         content = file.read(limit_bytes + 1)

@@ -46,8 +46,8 @@ def program_name() -> str:
 def command(program: str, *arguments: str) -> str:
     """Return the command line that starts `payload.<program>` from the user's current folder.
 
-    The command begins with `tileforge` if the user typed that. Otherwise it is `python -m
-    payload.<program> ...`, with the interpreter's path, PYTHONPATH or `cd` added if needed.
+    The command begins with `tileforge` if the user typed `tileforge`. Otherwise the command is
+    `python -m payload.<program> ...`, with the interpreter's path, PYTHONPATH or `cd` if needed.
     """
     if CONSOLE in os.environ and program in _SUBCOMMANDS:
         rest = map(quoted, (*_SUBCOMMANDS[program], *arguments))

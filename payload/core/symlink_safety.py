@@ -15,8 +15,8 @@ def inside_folder(path: Path, *, home: Path | None = None) -> Path:
     """Return `path` if it resolves to a file inside the folder `home`.
 
     By default, `home` is the parent of `path`. Raises OSError for a link that leads out of that
-    folder, because the author of the link could make a command read any file and copy it to the
-    output. The hub's cache stores files in `blobs`, next to `snapshots`; links to these are
+    folder. Through such a link, its author could make a command copy any file to the output. The
+    hub's cache stores files in `blobs`, next to `snapshots`. Links to files in `blobs` are
     followed.
     """
     folder, target = (Path(os.path.realpath(each)) for each in (home or path.parent, path))
@@ -52,7 +52,7 @@ def _leads_out(path: Path | str, inside: str) -> bool:
 
 
 def refuse_links(path: Path, *, below: Path) -> Path:
-    """Return `path`. Raises OSError if one of its parts below the folder `below` is a link."""
+    """Return `path`. Raises OSError if a part of the path below the folder `below` is a link."""
     place = below
     for part in path.relative_to(below).parts:
         place /= part

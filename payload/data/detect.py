@@ -53,7 +53,7 @@ class DetectedData:
     task: TaskKind
     source: SourceKind
     inputs: tuple[str, ...]
-    """The files or folders, each with its weight if it has one; or a dataset of the hub."""
+    """Files or folders, each as PATH or PATH:WEIGHT; or the name of one dataset of the hub."""
     reason: str
     """Reason why the task was chosen, for messages."""
     text_column: str | None = None
@@ -78,9 +78,9 @@ class DetectedData:
 def find_inputs(
     given: Sequence[str], options: DataOptions, *, setting: str = "--data"
 ) -> SourceRequest:
-    """Return the source of files and folders with or without weights, or of a dataset on the hub.
+    """Return the request that reads the given files and folders, or one dataset on the hub.
 
-    Raises UsageError, which names `setting`, for a path that does not exist and a bad weight.
+    Raises UsageError, which names `setting`, for a path that does not exist, and for a bad weight.
     """
     paths, _ = split_weights(given, setting=setting)
     return resolve_source(replace(options.source, inputs=paths), setting=setting)
@@ -168,9 +168,9 @@ def detect_data(
 
 
 def _first_rows(source: Rows, request: SourceRequest) -> tuple[Row, ...]:
-    """Return the first rows of `source`; of several inputs, the first rows of each.
+    """Return the first rows of `source`. With several inputs, return the first rows of each input.
 
-    `stream` accepts an input without the columns that --columns names in another input.
+    Several inputs are read by `stream`, which accepts an input that lacks the columns in --columns.
     """
     if len(request.inputs) == 1:
         return tuple(islice(source.read(), _SAMPLE))

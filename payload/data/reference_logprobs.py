@@ -1,7 +1,8 @@
 """Stored log-probabilities of the answers in a preference folder, computed before training.
 
-They are stored in the data folder, for one model, which reference.json names. There is one file for
-each matmul dtype. It holds two float64 numbers for each pair; the training pairs come first.
+The log-probabilities are stored in the data folder. reference.json names the model that computed
+them. Each matmul dtype has one file. The file holds two float64 numbers for each pair, first the
+training pairs, then the validation pairs.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ class ReferenceModel:
         return f"{self.source}@{self.revision}" if self.revision else self.source
 
     def is_same(self, other: ReferenceModel) -> bool:
-        """Return True if both models give the same results, wherever their files are."""
+        """Return True if both models give the same results.
+
+        The location of the files does not matter.
+        """
         configs = {self.config_sha256, other.config_sha256} - {None}
         same_weights = (self.sha256, self.quantize) == (other.sha256, other.quantize)
         return same_weights and len(configs) <= 1
@@ -76,7 +80,7 @@ class Reference:
     data_sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     """SHA-256 over the hashes of the data folder's files."""
     files: dict[str, DataFile]
-    """The files of `VALUES_FILES` that were written."""
+    """The files with log-probabilities that were written: names in `VALUES_FILES`."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -93,7 +97,7 @@ def reference_command(
 
 
 def read_reference(folder: Path, meta: DataMeta) -> Reference | None:
-    """Return the contents of reference.json; None if it is missing or is for other data.
+    """Return the contents of reference.json; None if the file is missing or is for other data.
 
     Raises DataError for a damaged file.
     """

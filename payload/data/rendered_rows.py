@@ -73,7 +73,7 @@ class RenderedRows:
         return tuple(len(each.ids) for each in self._tokenizer.encodings(texts))
 
     def example(self, number: int = 0) -> list[Sample]:
-        """Return the samples of the first row with samples, from row `number` on.
+        """Return the samples of row `number`, or of the first later row that has samples.
 
         Raises DataError.
         """

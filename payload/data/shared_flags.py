@@ -116,7 +116,7 @@ def add_rendering_flags(add: AddFlag) -> None:
 
 
 def add_task_flags(add: AddFlag) -> None:
-    """Declare the options of all tasks for `finetune`, except the options that it decides."""
+    """Declare the options of all tasks, except the options that `finetune` sets itself."""
 
     def add_others(flag: str, **options: Any) -> None:
         if flag not in _NOT_FORWARDED:

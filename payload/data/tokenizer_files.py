@@ -1,7 +1,8 @@
-"""The tokenizer files of a checkpoint, with which transformers can load the checkpoint.
+"""The tokenizer files of a checkpoint. transformers needs these files to load the checkpoint.
 
-If the initial model has a tokenizer, its files are kept. Otherwise, the files of the data folder
-are used. For data with GPT-2's tokenizer, which is packaged, the files are generated here.
+If the initial model has a tokenizer, the tokenizer's files are kept. Otherwise, the files of the
+data folder are used. For data with GPT-2's tokenizer, which is packaged, the files are generated
+here.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ def tokenizer_files(
 ) -> Mapping[str, bytes]:
     """Return the tokenizer files of a checkpoint by name, or no files for an unknown vocabulary.
 
-    The files come from `source`, the folder of the initial model, if its tokenizer.json makes the
-    same tokens as the data and has the special tokens that the task needs. Otherwise, they come
-    from the data folder `data`, or are generated for GPT-2. `context` is the maximum context of the
-    model in tokens.
+    `source` is the folder of the initial model. Its files are used if its tokenizer.json makes the
+    same tokens as the data and has the special tokens that the task needs. Otherwise, the files
+    come from the data folder `data`, or are generated for GPT-2. `context` is the maximum
+    context of the model in tokens.
 
     Raises CheckpointError and DataError for files that cannot be read.
     """

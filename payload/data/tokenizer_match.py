@@ -1,4 +1,4 @@
-"""Compares a model's tokenizer with the tokenizer with which a data folder was prepared.
+"""Compares a model's tokenizer with the tokenizer of a data folder.
 
 The hashes are compared first (payload.formats.tokenizer_identity), then the tokens of a packaged
 text.

@@ -41,9 +41,9 @@ def resolve_batch(
 ) -> tuple[RunConfig, str | None]:
     """Return the config with the micro-batch size as a number, and a sentence with the reason.
 
-    `spec` describes the trained model. `free_bytes` is the lowest free memory of a node, which the
-    ranks of the node share. If the size is already a number, the config is unchanged. Raises
-    ConfigError if the ranks cannot divide the global batch evenly.
+    `spec` describes the trained model. `free_bytes` is the free memory of the node with the least.
+    The ranks of a node share this memory. If the size is already a number, the config is unchanged.
+    Raises ConfigError if the ranks cannot divide the global batch evenly.
     """
     batch = config.batch
     if batch.micro_batch_size != AUTO:
@@ -86,7 +86,7 @@ def resolve_batch(
 def with_size(
     config: RunConfig, size: int, *, checkpointing: Literal["off", "auto", "on"] | None = None
 ) -> RunConfig:
-    """Return the config with this micro-batch size, and with `checkpointing` if it is set."""
+    """Return the config with this micro-batch size, and with `checkpointing` if it is not None."""
     memory = config.memory
     if checkpointing is not None:
         memory = replace(memory, activation_checkpointing=checkpointing)

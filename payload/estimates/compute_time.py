@@ -17,9 +17,9 @@ BACKWARD_SHARE = 2 / 3
 matmul of the forward pass."""
 _FORWARD_SHARE = 1 / 3
 _WIDTHS_WRITTEN = 16
-"""Elements that the linears of a layer read and write for a token, in widths of the residual
-stream: queries, keys and values 4, attention's output 2, the MLP 10. GPT-2 has exactly 16, Llama
-models have 15 to 18."""
+"""Elements that the linears of a layer read and write per token, as a multiple of the residual
+stream's width: queries, keys and values 4, attention's output 2, the MLP 10. GPT-2 has exactly 16,
+Llama models have 15 to 18."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +53,9 @@ def compute_time(
 ) -> ComputeTime:
     """Predict the compute time of a step, given the peak of `cores` cores together.
 
-    `tokens` is as in `step_flops`. With the measurement `layers`, the time has three terms: matmuls
-    at the peak, elements between them, and weights in each micro-batch. Without `layers`, the time
-    follows from a typical MFU. On GPUs, `cores` has no effect.
+    `tokens` has the same meaning as in `step_flops`. With the measurement `layers`, the time has
+    three terms: matmuls at the peak, elements between the matmuls, and weights in each micro-batch.
+    Without `layers`, the time follows from a typical MFU. On GPUs, `cores` has no effect.
     """
     flops = step_flops(config, spec, tokens=tokens)
     share = config.typical_mfu(spec, core_flops_per_s=peak_flops_per_s / cores)
@@ -94,8 +94,8 @@ def layer_speed(
 ) -> LayerSpeed:
     """Return a rank's time for elements and for weights, from the times of two micro-batches.
 
-    `times_s` maps the number of tokens, in one sequence, to the seconds of forward and backward.
-    `flops_per_s` is the rank's GEMM peak.
+    `times_s` maps the number of tokens in a sequence to the seconds of its forward and backward
+    pass. `flops_per_s` is the rank's GEMM peak.
     """
     (few, few_s), (many, many_s) = (
         (tokens, took_s - _product_s(spec, tokens, flops_per_s=flops_per_s))
@@ -115,7 +115,7 @@ def _product_s(spec: ModelSpec, tokens: int, *, flops_per_s: float) -> float:
 def evaluation_s(*, tokens: int, flops_per_token: float, flops_per_s: float) -> float:
     """Return the seconds of forward passes over `tokens`.
 
-    `flops_per_token` is for training, with the backward pass.
+    `flops_per_token` includes the backward pass, as in training.
     """
     return tokens * flops_per_token * _FORWARD_SHARE / flops_per_s
 

@@ -18,11 +18,11 @@ _BLOCK_BYTES = 512  # The unit of st_blocks on every file system.
 
 
 def require_room(run: Path, *, checkpoint_bytes: int, keep: int, uploads: bool) -> None:
-    """Raise ConfigError if the checkpoints that a run keeps, and one more, do not fit on its disk.
+    """Raise ConfigError if the disk has no room for the run's checkpoints plus one more checkpoint.
 
     `run` is the run's folder. The run keeps the newest `keep` checkpoints and the best. `uploads`
     is True if checkpoints are uploaded. Existing checkpoints of a resumed run are counted;
-    incomplete ones count as free space, because they are removed first.
+    incomplete checkpoints count as free space, because they are removed first.
     """
     most = most_checkpoints(keep=keep, uploads=uploads)
     to_come = most - min(most - 1, len(checkpoint_folders(run / CHECKPOINTS_NAME)))
@@ -41,7 +41,7 @@ def require_room(run: Path, *, checkpoint_bytes: int, keep: int, uploads: bool) 
 def most_checkpoints(*, keep: int, uploads: bool) -> int:
     """Return the largest number of checkpoints that a run has on its disk at the same time.
 
-    The uploader keeps one checkpoint open, so removing that one frees no space.
+    The uploader keeps the files of one checkpoint open, so removing this checkpoint frees no space.
     """
     return keep + 2 + uploads
 

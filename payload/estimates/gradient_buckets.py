@@ -41,10 +41,10 @@ def bytes_per_gradient(settings: DistributedSection) -> int:
 def buckets(spec: ModelSpec, *, tokens: int | None = None) -> tuple[Bucket, ...]:
     """Return the exchange's buckets, in the order in which the backward pass fills them.
 
-    If the token embedding is also the output head, its gradient begins first and is complete last.
-    With kernels, this gradient is sent in two parts: the head's part first, and at the end the rows
-    of the `tokens` that all ranks read in a micro-batch. Without kernels (no `tokens`), this
-    gradient is in the last bucket.
+    If the token embedding is also the output head, the embedding's gradient begins first and is
+    complete last. With kernels, this gradient is sent in two parts: the head's part first, and at
+    the end the rows of the `tokens` that all ranks read in a micro-batch. Without kernels (no
+    `tokens`), this gradient is in the last bucket.
     """
     sizes = spec.gradient_sizes()
     in_parts = tokens is not None and spec.is_tied()

@@ -20,8 +20,8 @@ class CopyTimes:
     """Time per byte of a gathered weight: copies of the rank's shard into the collective's buffer,
     and of the gathered weight into newly allocated memory."""
     summed_s_per_byte: float
-    """Time per byte of a gradient: allocation of its memory, the copy into the collective's buffer,
-    and averaging and accumulating the rank's shard."""
+    """Time per byte of a gradient: allocation of memory, the copy into the collective's buffer, and
+    averaging and accumulating the rank's shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ class ShardTimes:
 
 
 PLANNED_COPIES = CopyTimes(gathered_s_per_byte=0.3e-9, summed_s_per_byte=0.4e-9)
-"""Times of one core, used if no run has measured them (`measure_shards`). They were measured with a
-layer of GPT-2 124M on each of two busy cores of the development machine."""
+"""Copy times of one core, used if no run has measured them (`measure_shards`). The values were
+measured with a layer of GPT-2 124M on two busy cores of the development machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,8 @@ class Network:
     bytes_per_s: float
     """Rate at which the slowest link sends while it also receives. All ranks wait for this link."""
     latency_s: float = 0.0
-    """Latency of one round of a ring. It is 0 if `bytes_per_s` was measured with all-reduces of
-    about a bucket's size, which include the latency."""
+    """Latency of one round of a ring. 0 if `bytes_per_s` comes from all-reduces of about a bucket's
+    size, because their times already include the latency."""
     busy_s_per_byte: float = 0.0
     """Compute time that a rank loses for each byte that it sends."""
     convert_s_per_number: float = 0.0

@@ -24,9 +24,9 @@ class QuantizedCost:
     """Compares a run with its base in 4 bits to the same run with an unquantised base."""
 
     whole_dtype: Dtype
-    """Dtype of the unquantised base and its matmuls: bf16 if only bf16 fits into memory, otherwise
-    the dtype of the run. Exception: the dtype of the run also applies if a 4-bit base fits into
-    memory and is faster than an unquantised base in bf16."""
+    """Dtype of the unquantised base and the base's matmuls: bf16 if only bf16 fits into memory,
+    otherwise the run's dtype. Exception: the run's dtype is also used if a 4-bit base fits and is
+    faster than an unquantised base in bf16."""
     whole_bytes: int
     """Estimate of a rank's peak memory with the unquantised base and one sequence per
     micro-batch."""
@@ -34,11 +34,11 @@ class QuantizedCost:
     """Dtype of the matmuls with 4-bit weights: the dtype of the run, or bf16 if only bf16 fits."""
     nf4_bytes: int
     whole_step_s: float
-    """Predicted compute time of a step with the unquantised base, and with kernels if the run uses
-    them."""
+    """Predicted compute time of a step with the unquantised base. Includes the effect of kernels if
+    the run uses kernels."""
     nf4_step_s: float
-    """Predicted compute time of a step with a 4-bit base: it includes dequantising, and no kernels
-    are used."""
+    """Predicted compute time of a step with a 4-bit base, without kernels. Includes
+    dequantising."""
     dequantize_s: float
     """The part of `nf4_step_s` in which weights are dequantised."""
     is_measured: bool
@@ -80,7 +80,7 @@ class QuantizedCost:
 
 
 def quantized_weights(spec: ModelSpec) -> int:
-    """Return the number of weights in the layers' linears, which are quantised."""
+    """Return the number of weights that are quantised: the weights of the layers' linears."""
     return sum(each.inputs * each.outputs for each in spec.linears())
 
 
@@ -117,7 +117,7 @@ def quantized_cost(
     `base` is the model without the adapter, and `dtype` the compute dtype of the run.
     `core_flops_per_s` is the GEMM peak of one core, `cores` the number of cores on all nodes, and
     `dequantized_per_s` the rate of one rank. Memory is compared at one sequence per micro-batch,
-    which needs the least.
+    the size that needs least memory.
     """
     if not config.adapter.is_on() or config.distributed.shards(world_size) > 1:
         return None

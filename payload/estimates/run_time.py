@@ -18,7 +18,7 @@ from payload.estimates.step_time import run_step_time
 from payload.models.spec import ModelSpec
 
 _START_S = 12.0
-"""Time until the first step and after the last one: the start of the processes, the import of
+"""Time before the first step and after the last step: the start of the processes, the import of
 torch, calibration and the report. Measured with SmolLM2-135M on two cores."""
 _SAVED_BYTES_PER_S = 0.5e9
 """Rate at which a checkpoint is hashed and written, assumed for a disk that was not measured."""
@@ -75,7 +75,7 @@ class Speed:
 
     @classmethod
     def of_steps(cls, numbers: RunEstimate, *, step_s: float) -> Speed:
-        """Return the speed of ranks that evaluate at the rate at which they train."""
+        """Return the speed for a step time, with evaluation at the same FLOP/s as training."""
         return cls(
             flops_per_step=numbers.flops_per_step,
             tokens_per_step=numbers.tokens_per_step,

@@ -17,8 +17,8 @@ class SentBytes:
     """The bytes that a rank sends in a step, over each dimension of the mesh."""
 
     replicate: float
-    """Bytes sent to the other ranks that hold the same weights as this rank: the full model, or the
-    same part of it."""
+    """Bytes sent to the ranks with the same weights as this rank: the full model, or the same part
+    of the model."""
     shard: float
     """Bytes sent to the ranks that hold the other shards."""
     tensor: float = 0.0
@@ -34,10 +34,10 @@ class SentBytes:
 def sent_bytes(config: RunConfig, spec: ModelSpec, *, ranks: int) -> SentBytes:
     """Return the bytes that each of `ranks` ranks sends in a step.
 
-    Replicas all-reduce gradients once per step. In every micro-batch, shards gather the weights
-    outside the layers once and the layers twice, and reduce-scatter gradients; replicas of shards
-    then all-reduce their part. Tensor ranks sum their partial results. DeepSpeed gathers all
-    weights twice, and its reduce-scatter over gloo is an all-reduce.
+    Replicas all-reduce gradients once per step. In every micro-batch, sharded ranks gather the
+    weights outside the layers once and the layers twice, and reduce-scatter gradients. Replicas of
+    a shard then all-reduce the shard's gradients. Tensor ranks sum their partial results. DeepSpeed
+    gathers all weights twice, and its reduce-scatter over gloo is an all-reduce.
     """
     mesh = config.distributed.mesh(ranks)
     gradients = gradient_bytes(spec, config.distributed)
@@ -89,8 +89,8 @@ def _summed_bytes(config: RunConfig, spec: ModelSpec) -> float:
     """Return the bytes that tensor ranks sum in a micro-batch.
 
     The outputs of each layer's attention and MLP, and the gradients of these outputs, are summed in
-    the dtype of the matmuls. Activation checkpointing sums the outputs twice. The output of the
-    embedding and the gradient of the head are summed in fp32.
+    the dtype of the matmuls. With activation checkpointing, the outputs are summed twice. The
+    output of the embedding and the gradient of the head are summed in fp32.
     """
     numbers = config.batch.micro_batch() * config.data.sequence_length * spec.width()
     size = 4 if config.dtype() == "fp32" else 2
@@ -102,8 +102,8 @@ def _passed_bytes(config: RunConfig, spec: ModelSpec, *, passes: int) -> float:
     """Return the bytes that the busiest stage sends to its neighbours in a step.
 
     The first and the last stage send activations or gradients of each micro-batch, all other stages
-    send both. If the head is the embedding, its gradient is also exchanged between the first and
-    the last stage.
+    send both. If the output head is the token embedding, the first and the last stage also exchange
+    this weight's gradient.
     """
     stages = config.distributed.pipeline_parallel
     if stages == 1:

@@ -37,13 +37,12 @@ class StepTime:
     """The parts of a step's time, in seconds."""
 
     compute_s: float
-    """Time of the forward and backward passes without exchange; includes the update if `update_s`
+    """Time of the forward and backward passes without exchange. Includes the update if `update_s`
     is 0."""
     exchange_s: float
     """Time of the all-reduces of all buckets, one after the other."""
     exposed_s: float
-    """The part of the exchange that comes after the backward pass, so that the step waits for
-    it."""
+    """The part of the exchange after the backward pass. The step waits for this part."""
     busy_s: float
     """Compute time that is lost because the exchange runs at the same time."""
     update_s: float = 0.0
@@ -69,7 +68,8 @@ def step_time(
     network: Network,
     tokens: int | None = None,
 ) -> StepTime:
-    """Return the step time of a rank that computes for `compute_s` in `accumulation` micro-batches.
+    """Return the step time of a rank with `accumulation` micro-batches and `compute_s` of
+    computation.
 
     Ranks exchange during the last micro-batch's backward pass. A bucket's all-reduce begins when
     the bucket is full and the previous all-reduce is done; after the backward pass, the step waits
@@ -103,7 +103,7 @@ def _waiting_step_time(
     threads: int,
     speed: RankSpeed | None,
 ) -> StepTime:
-    """Return the step time of ranks whose collectives run one after the other, without overlap.
+    """Return the step time of ranks that run collectives one after the other, without overlap.
 
     Tensor ranks are on the same node and send through memory.
     """
@@ -174,7 +174,7 @@ def update_s(
 ) -> float:
     """Return the seconds of the update on the rank with the most weights.
 
-    Without a measured `speed`, the time is that of the development machine.
+    Without a measured `speed`, the speed of the development machine is assumed.
     """
     held = largest_stage(spec, mesh.pipeline) / (mesh.tensor * mesh.shard)
     optimizer = find_optimizer(config.optimizer.name)
@@ -219,10 +219,12 @@ def run_step_time(
     threads: int = 1,
     speed: RankSpeed | None = None,
 ) -> StepTime:
-    """Return the step time of the run `config`, whose forward and backward passes take `compute_s`.
+    """Return the step time of the run `config`.
 
-    The update is added; each rank runs it with `threads` threads, as in `update_s`. device.kind =
-    "auto" is treated as CPUs: a plan for GPUs sets "cuda"
+    `compute_s` is the time of forward and backward passes.
+
+    The result includes the optimizer's update on `threads` threads of each rank, as in `update_s`.
+    device.kind = "auto" is treated as CPUs: a plan for GPUs sets "cuda"
     (`payload.orchestrate.hardware.nvidia.for_prediction`).
     """
     on_gpu = config.device.kind == "cuda"

@@ -17,8 +17,8 @@ from payload.models.spec import ModelSpec
 
 _ASSUMED_GPU_FLOPS_PER_S = 1.2e14
 """The assumed peak of a GPU, used only to order strategies if no preflight has measured the peak.
-It is the L4's bf16 peak by specification: 242 TFLOP/s with sparsity, half of this without
-(https://www.nvidia.com/en-us/data-center/l4). Faster GPUs wait for the network more."""
+The value is the L4's bf16 peak by specification: 242 TFLOP/s with sparsity, half of it without
+sparsity (https://www.nvidia.com/en-us/data-center/l4). Faster GPUs wait for the network more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +63,13 @@ def compare_strategies(
     speed: RankSpeed | None = None,
     tokens: int | None = None,
 ) -> tuple[StrategyPrediction, ...]:
-    """Return the possible strategies: those that fit into memory first, then by predicted time.
+    """Return the possible strategies: first the strategies that fit into memory, then all others.
 
-    `free_bytes` is the free memory of a node, which its ranks share. If the peak was not measured,
-    an assumed peak determines the order, because the pipeline bubble and the head of a tensor rank
-    depend on the compute time.
+    The strategies of both groups are sorted by predicted time.
+
+    `free_bytes` is the free memory of a node. The node's ranks share this memory. If the peak was
+    not measured, an assumed peak determines the order. The peak is needed because the pipeline
+    bubble and a tensor rank's head depend on the compute time.
     """
     on_gpus = config.device.kind == "cuda"
     core = typical_core_flops_per_s(config.dtype(), emulates_bf16=False)

@@ -45,7 +45,7 @@ _COMPARED_ELEMENTS = 64
 
 
 def parser() -> CommandParser:
-    """Return the command line."""
+    """Return the parser of the command-line options."""
     made = CommandParser(
         prog=command("evaluate"),
         description="Measure a checkpoint on the validation data of a folder. The result is the "
@@ -164,8 +164,8 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
 def _default_length(folder: Path, *, trained: int | None, context: int) -> int:
     """Return the default block length.
 
-    It is the length for which the data was packed, or otherwise data.sequence_length of the model's
-    run.
+    The default is the length for which the data was packed, or otherwise data.sequence_length of
+    the model's run.
 
     For a model without a run, the length is a constant, or the model's context if that is shorter.
     """
@@ -279,9 +279,10 @@ def _open(folder: Path, model: CausalLM, *, sequence_length: int) -> tuple[Block
 
 
 def _num_blocks(blocks: Blocks, *, max_tokens: int | None) -> int:
-    """Return how many blocks to evaluate. By default all, with a shorter last block as in a run.
+    """Return how many blocks to evaluate.
 
-    Raises DataError or ConfigError if there is no block to evaluate.
+    The default is all blocks, including a shorter last block, as in a run. Raises DataError or
+    ConfigError if there is no block to evaluate.
     """
     length, count = blocks.sequence_length, blocks.num_blocks()
     if blocks.num_full_blocks() < 1:
@@ -302,7 +303,7 @@ def _num_blocks(blocks: Blocks, *, max_tokens: int | None) -> int:
 def _require_equal_ranks(model: CausalLM, val_sha256: str, world: World) -> None:
     """Raise RanksDifferError unless all ranks have read the same weights and data.
 
-    They can differ on nodes without a shared disk.
+    Weights and data can differ on nodes without a shared disk.
     """
     digest = hashlib.sha256(val_sha256.encode())
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Settings of the run that made a checkpoint, which decide whether two losses are comparable."""
+"""Settings of the run that made a checkpoint. They decide whether two losses are comparable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def trained_length(checkpoint: Path) -> int | None:
 
 
 def different_settings(checkpoint: Path, *, dtype: Dtype, length: int | None = None) -> list[str]:
-    """Return a line with the options of the run's own evaluations if these differ, otherwise [].
+    """Return a line with the options of the run's own evaluations, or [] if the options are the
+    same.
 
     Classifiers and pairs have no `length`: they are not split into blocks.
     """

@@ -117,7 +117,7 @@ def _export(arguments: argparse.Namespace) -> Path:
 
 
 def _generation_file(folder: Path, weights: WeightFiles) -> Mapping[str, bytes]:
-    """Return the model's generation_config.json; nothing for a classifier, which does not generate.
+    """Return the model's generation_config.json. Return nothing for a classifier.
 
     For an adapter, the file is in the folder of the base model.
     """

@@ -14,7 +14,7 @@ DTYPES: tuple[Dtype, ...] = ("bf16", "f16", "q8_0", "fp32")
 
 
 def parser() -> CommandParser:
-    """Return the command line."""
+    """Return the parser of the command-line options."""
     made = CommandParser(
         prog=command("export"),
         description="Write a model's weights, tokenizer and chat template for other programs. "

@@ -27,8 +27,8 @@ class WeightFiles:
         self._folder = folder
         self._tensors = tensors
         self.labels = labels or {}
-        """Entries that a merged classifier needs in config.json, because the config.json of the
-        base lacks them."""
+        """Entries for config.json that a merged classifier needs and the base's config.json
+        lacks."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of every tensor of the model, without reading it."""
@@ -88,7 +88,8 @@ def _require_finite(value: Tensor, name: str, *, folder: Path) -> Tensor:
 def rounded(name: str, value: Tensor, dtype: Literal["bf16", "f16", "fp32"]) -> Tensor:
     """Return the tensor in `dtype`. Raises CheckpointError for a number too large for f16.
 
-    Integers, and biases that choose experts, keep their dtype: rounded, they choose other experts.
+    Integers, and biases that choose experts, keep their dtype. Rounded biases would choose
+    different experts.
     """
     import torch
 

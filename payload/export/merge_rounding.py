@@ -1,4 +1,4 @@
-"""Measures how much of an adapter's update is lost when its merged weights are rounded."""
+"""Measures how much of an adapter's update is lost when the merged weights are rounded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _BOUND = 0.1
 _Q8_BLOCK = 32
 _KEEPING: tuple[Dtype, ...] = ("f16", "fp32")
-"""The dtypes that the note can recommend."""
+"""The dtypes that `MergeRounding.note` can recommend."""
 
 
 class MergeRounding:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def merged_weights(base: Path, adapter: Path, *, rounding: MergeRounding) -> WeightFiles:
     """Return the weights of a base with an adapter merged into it.
 
-    `rounding` receives each merged tensor, at the latest when the tensor is read.
-    A model that transformers converts while loading is held completely in memory. Raises
-    CheckpointError for models that training rejects.
+    `rounding` receives each merged tensor when the tensor is read, or earlier. A model that
+    transformers converts while loading is held completely in memory. Raises CheckpointError for
+    models that training rejects.
     """
     from payload.train.models.loading import plan_adapter
     from payload.train.models.lora import merge_adapter
@@ -81,7 +81,7 @@ class MergedWeights(WeightFiles):
             for path, linear in model.named_modules()
             if isinstance(linear, LoraLinear)
         }
-        """The linears that have an adapter, by the name of the tensor in the base."""
+        """The linears with an adapter, by the name of the weight's tensor in the base."""
 
     def _base_name(self, name: str) -> str:
         """Return the name that a tensor has in the base. Old files omit the model's prefix."""

@@ -1,7 +1,8 @@
 """Converts a tokenizer.json to the vocabulary of a GGUF file.
 
-A GGUF file has only the name of a pre-tokenizer. Its regular expression is in llama.cpp's code. So
-a tokenizer can only be written if llama.cpp has its regular expression.
+A GGUF file has only the name of a pre-tokenizer. The regular expression of the pre-tokenizer is in
+llama.cpp's code. So a tokenizer can only be written if llama.cpp has the tokenizer's regular
+expression.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class _Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AddedToken:
-    """A token that is matched in the text before all others."""
+    """A token that is matched in the text before all other tokens."""
 
     id: int = checked(low=0, high=2**24)
     content: str
@@ -216,7 +217,8 @@ def _tokens(
 
 
 def _scores(model: _Model, texts: Sequence[str]) -> list[float]:
-    """Return the score of each token: minus the index of the first merge that produces it.
+    """Return the score of each token: the negative index of the first merge that produces the
+    token.
 
     llama.cpp applies the merge with the highest score first; a tokenizer.json applies merges in the
     order of its list.
@@ -351,7 +353,7 @@ def _adds_special_tokens(
 def _chat_template(
     folder: Path, config: Mapping[str, Any]
 ) -> str | Sequence[Mapping[str, str]] | None:
-    """Return the chat template, or several named templates if tokenizer_config.json has these.
+    """Return the chat template, or the named templates if tokenizer_config.json has several.
 
     Raises CheckpointError.
     """

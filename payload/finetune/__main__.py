@@ -59,7 +59,7 @@ from payload.weights.model_option import MODEL_HELP
 from payload.weights.run_names import path_of_run
 
 _ANY_WIDTH = 1_000_000
-"""Maximum width of lines that go to a pipe, with which each decision is on one line."""
+"""Width of lines that go to a pipe. It is so large that each decision is on one line."""
 _HEADLINE_COLUMN = 8
 """Width of the column with the names of the decisions."""
 
@@ -199,7 +199,7 @@ def _out_folder(chosen: Path | None, inputs: Sequence[str]) -> Path:
     """Return the folder for data and run.toml.
 
     Raises ConfigError if a link leads out of --out, or out of the current folder without --out.
-    With such a link, the author of that folder could make the command write to any folder.
+    With such a link, the author of the folder could make the command write to any folder.
     """
     from payload.finetune.decide import data_name
 
@@ -256,7 +256,7 @@ def _run_arguments(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _require_unedited(config: Path, text: str, *, force: bool) -> None:
-    """Raise ConfigError if this would replace a run.toml that has other contents."""
+    """Raise ConfigError if `text` would replace a run.toml with different contents."""
     if force or not config.exists():
         return
     if _without_schema(config.read_text(encoding="utf-8")) == _without_schema(text):
@@ -276,8 +276,8 @@ def _without_schema(text: str) -> str:
 def _run_on_measured_cores(arguments: Sequence[str]) -> Any:
     """Call `_run_for_json`. Before a plan, first measure this machine's speed if it is unknown.
 
-    A plan would also measure an unknown speed. That takes seconds, and the plan's messages are
-    hidden.
+    A plan would also measure an unknown speed, which takes seconds. The plan's messages are hidden,
+    so the user would not see the reason for the wait.
     """
     if "plan" in arguments[:2]:
         _measure_once()
@@ -331,7 +331,7 @@ def _run_to_end(arguments: Sequence[str]) -> int:
 
 
 def parser() -> CommandParser:
-    """Return the command line."""
+    """Return the parser of the command-line options."""
     made = CommandParser(
         prog=command("finetune"),
         description="Fine-tune a model on a file. The command detects the data's format. It "

@@ -66,7 +66,7 @@ class FinetuneRequest:
 
     model: str
     data: tuple[str, ...]
-    """Files and folders, each with its weight if it has one; or a dataset of the hub."""
+    """Files and folders, each as PATH or PATH:WEIGHT; or the name of one dataset of the hub."""
     data_options: DataOptions
     rendering: argparse.Namespace
     """Options of `prepare` that decide how rows are rendered."""
@@ -103,7 +103,7 @@ class FinetunePlan:
     example: Sequence[Sample]
     """The samples of one row as they are trained; empty for texts."""
     is_sampled: bool
-    """True if the base and the result can generate samples in little time."""
+    """True if the base model and the trained model are small enough to generate samples quickly."""
 
     def commands(self) -> tuple[str, str]:
         """Return both commands, ready to type."""
@@ -350,7 +350,7 @@ def _choose_method(
     user_settings: dict[str, Any],
     run_for_json: RunForJson,
 ) -> _FittingMethod:
-    """Return the first method that fits into memory, or the last one."""
+    """Return the first method that fits into memory, or the last method."""
     tried: list[str] = []
     ranks, in_fp32 = 1, False
     candidates = _methods(spec, user_settings)
@@ -428,7 +428,7 @@ def _choices(
     spec: ModelSpec,
     user_settings: dict[str, Any],
 ) -> list[Choice]:
-    """Return every setting of run.toml; the user's settings replace chosen ones."""
+    """Return every setting of run.toml. The user's settings replace the chosen settings."""
     length = counted.length
     data = data_size(
         found.task,
@@ -489,7 +489,7 @@ _ASSUMED_STEPS = 100
 
 
 def data_name(paths: Sequence[str]) -> str:
-    """Return the name of the first input without suffixes; of several inputs, with `-mix`."""
+    """Return the name of the first input without suffixes; for several inputs, append `-mix`."""
     name = Path(paths[0]).name.partition(".")[0]
     return f"{name}-mix" if name and len(paths) > 1 else name
 

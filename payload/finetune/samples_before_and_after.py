@@ -43,7 +43,7 @@ answer."""
 _MAX_PROMPT_CHARS = 2000
 _SEARCHED_TOKENS = 1_000_000
 _SEARCHED_CONVERSATIONS = 20
-"""Number of conversations that are searched for prompts of suitable length."""
+"""Number of conversations that are searched for prompts of a suitable length."""
 _VAL: Split = "val"
 
 

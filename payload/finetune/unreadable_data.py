@@ -14,8 +14,8 @@ from payload.run_record.run_files import NAMES
 
 _OPTION = re.compile(r"(--[a-z][a-z-]+)(?: ([A-Za-z_]+=[^\s.]+|trl:\w+))?")
 _VALUE = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
-"""Matches a quoted value in a message. Values come from the data, and the author of the data must
-not choose an option of the suggested command."""
+"""Matches a quoted value in a message. Values come from the data. The data's author must not be
+able to choose an option of the suggested command."""
 _NOT_REPEATED = ("--dry-run", "--prepare-only", "--force")
 
 

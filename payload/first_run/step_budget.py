@@ -18,8 +18,8 @@ MIN_STEPS = 12
 """Minimum number of steps. In one run, the training loss was 2.33 before the first step, and 1.16
 after 10 steps."""
 _SHORT_SEQUENCES = 2.0
-"""Factor on the predicted time. It is needed because the prediction is fitted to long sequences,
-which have larger matmuls."""
+"""Factor on the predicted time. The prediction is fitted to long sequences, which have larger
+matmuls. Short sequences are slower per token."""
 
 
 def step_seconds(config: RunConfig, spec: ModelSpec, preflight: Mapping[str, Any]) -> float:

@@ -27,9 +27,9 @@ def load_foreign_manifest(folder: Path, *, where: str) -> Manifest:
 
     `where` names the place in messages.
 
-    Raises CheckpointError as `load_manifest` does. Also raises the error if the manifest lists a
-    file of a type that checkpoints do not have. Such a file could run code when it is loaded, or
-    just by being in a folder.
+    Raises CheckpointError as `load_manifest` does, and if the manifest lists a file of a type that
+    checkpoints do not have. Such a file could run code when it is loaded, or by its mere presence
+    in a folder.
     """
     manifest = load_manifest(folder)
     odd = [name for name in manifest.files if not _DATA_FILE.fullmatch(name)]
@@ -50,10 +50,10 @@ def complete_copy(
 ) -> Path:
     """Download the missing files of a checkpoint to `staging`, then rename `staging` to `target`.
 
-    `bring` downloads one file and checks it against the size and hash of its entry, or raises. The
-    file that identifies the run is downloaded first, because the other files can be large. Files of
-    an earlier attempt are kept. An existing target is replaced once all files are complete. Returns
-    `target`. Raises OSError, and the errors of `bring`.
+    `bring` downloads one file, and raises an error if the file does not match the size and hash of
+    its manifest entry. The file that identifies the run is downloaded first, because the other
+    files can be large. Files of an earlier attempt are kept. An existing target is replaced once
+    all files are complete. Returns `target`. Raises OSError, and the errors of `bring`.
     """
     for name in sorted(manifest.files, key=lambda name: name != TRAINER_FILE):
         path, entry = staging / name, manifest.files[name]

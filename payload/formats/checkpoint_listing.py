@@ -29,7 +29,7 @@ TRAINER_FILE = "trainer.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
 MODEL_FILES = ("model.safetensors", "config.json")
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
-"""Weight files of a checkpoint with an adapter, which has these instead of `MODEL_FILES`."""
+"""Weight files of a checkpoint with an adapter. Such a checkpoint has no `MODEL_FILES`."""
 NEEDED_FILES = (OPTIMIZER_FILE, TRAINER_FILE)
 """Files that a resume needs in addition to the weights. A resume needs no tokenizer files."""
 CHECKPOINTS_NAME = "checkpoints"
@@ -44,8 +44,8 @@ FOLDER_NAME = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,17})")
 """Name of a checkpoint's folder, with the step. Each step has only one name."""
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 _NOT_ARITHMETIC = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
-"""Keys of config.json that do not change results. The dtype is one of them, because a run sets the
-dtype itself."""
+"""Keys of config.json that do not change results. The dtype is one of these keys, because a
+run sets the dtype itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,8 @@ def checkpoint_folders(checkpoints: Path) -> list[Path]:
 
 
 def _named_folders(checkpoints: Path) -> list[Path]:
-    """List the paths with a checkpoint's name; none if `checkpoints` is a link out of the run."""
+    """List the paths with a checkpoint's name; an empty list if `checkpoints` is a link out of the
+    run."""
     try:
         require_own(checkpoints)
     except CheckpointError:
@@ -112,7 +113,7 @@ def require_own(path: Path) -> None:
     """Raise CheckpointError if a checkpoint or a folder of checkpoints is a link out of its run.
 
     The link `best` must lead to a checkpoint in the same folder. Links at other paths are accepted,
-    as the user named them.
+    because the user gave these paths.
     """
     if path.name == CHECKPOINTS_NAME:
         home = path.parent
@@ -133,9 +134,10 @@ def require_own(path: Path) -> None:
 def newest_valid(
     checkpoints: Path, *, passed_over: Callable[[Path, str], None] = lambda _folder, _problem: None
 ) -> Path | None:
-    """Return the newest checkpoint whose files match its manifest, or None.
+    """Return the newest checkpoint with files that match its manifest, or None.
 
-    All of its files are read. `passed_over` is called with each damaged checkpoint and its problem.
+    All files of this checkpoint are read. `passed_over` is called with each damaged checkpoint and
+    its problem.
     """
     for folder in reversed(_named_folders(checkpoints)):
         problems = ["it is a link."] if folder.is_symlink() else manifest_problems(folder)
@@ -148,9 +150,8 @@ def newest_valid(
 def best_checkpoints(checkpoints: Path, val_losses: Mapping[int, float]) -> list[Path]:
     """Return the checkpoints that may have the lowest validation loss; the first is the best.
 
-    `val_losses` has the loss at each step. A checkpoint without a known loss is not a candidate,
-    except the target of the link `best`: that checkpoint was evaluated, although the loss is no
-    longer known.
+    `val_losses` has the loss at each step. A checkpoint without a known loss is not a candidate.
+    Exception: the target of the link `best` was evaluated, although the loss is no longer known.
     """
     folders = {checkpoint_step(path): path for path in checkpoint_folders(checkpoints)}
     lowest = best_step(folders, val_losses)
@@ -210,7 +211,8 @@ def manifest_problems(folder: Path) -> list[str]:
 
 
 def listing_problem(manifest: Manifest) -> str | None:
-    """Return a sentence if a manifest lacks a file that a resume needs, otherwise None."""
+    """Return a sentence on a file that a resume needs and the manifest lacks; None without a
+    problem."""
     is_adapter = any(name in manifest.files for name in ADAPTER_FILES)
     needed = (*(ADAPTER_FILES if is_adapter else MODEL_FILES), *NEEDED_FILES)
     missing = next((name for name in needed if name not in manifest.files), None)

@@ -38,7 +38,7 @@ PAIR_BYTES = 16
 MOST_NAME_TOKENS = 1024
 """Limit on the tokens of one label name in meta.json."""
 FOLDER_WORD = "folder"
-"""Prefix in `source` for a folder that has the same form of name as a dataset on the hub."""
+"""Prefix in `source` for a local folder with a name that could also be a dataset on the hub."""
 SCHEMA_VERSION = 1
 IGNORED_TARGET = -100
 """Target of a position that the loss ignores. It is PyTorch's default for cross entropy."""
@@ -47,8 +47,8 @@ RANGE_BYTES = 256 * 1024
 """Size of the ranges of a file that are hashed separately. Hashing a range takes 0.2 ms. Training
 on 1,024 tokens (2 kB) takes 200 ms."""
 HASH_DIGITS = 32
-"""Number of hexadecimal digits of a range's SHA-256 that meta.json stores. These 128 bits are
-secure, and make meta.json half as large as whole hashes would."""
+"""Number of hexadecimal digits of a range's SHA-256 that meta.json stores. 128 bits are secure, and
+meta.json is half as large as with whole hashes."""
 
 _RANGE_HASH = re.compile(rf"[0-9a-f]{{{HASH_DIGITS}}}")
 
@@ -61,9 +61,9 @@ Thoughts = Literal["keep", "drop", "empty", "refuse"]
 """Treatment of the assistant's thoughts.
 
 `keep` trains the thoughts that are in the row. `drop` removes all thoughts. `empty` and `refuse`
-differ from `keep` only if the prompt opens a block of thoughts and the row has no thoughts. In this
-case, `empty` trains the end of the block with the answer, `refuse` rejects the row, and `keep` and
-`drop` train only the answer.
+differ from `keep` only for a row without thoughts whose prompt opens a block of thoughts. For such
+a row, `keep` and `drop` train only the answer, `empty` trains the end of the block and the answer,
+and `refuse` rejects the row.
 """
 
 _TOKEN_FILES = frozenset({TRAIN_NAME, VAL_NAME})
@@ -109,8 +109,8 @@ class ChatRecord:
     sequence_length: int = checked(low=2, high=2**20)
     """Tokens of a block; training must use the same length."""
     packing: Literal["best-fit", "none"]
-    """`best-fit` puts several conversations into a block. `none` puts one into each block, with
-    padding."""
+    """`best-fit` puts several conversations into a block. `none` puts one conversation into each
+    block, with padding."""
     template_sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     train_trained_tokens: int = checked(low=1)
     """Number of tokens that the loss covers."""
@@ -121,7 +121,7 @@ class ChatRecord:
     """Number of conversations that were longer than a block and were truncated."""
     truncated_tokens: int = checked(low=0)
     dropped_conversations: int = checked(low=0)
-    """Number of conversations that were dropped because they had no trained token, or none after
+    """Number of conversations that were dropped because they had no trained token, before or after
     truncation."""
     on_long: OnLong = "truncate"
     """The value of --on-long: what happens to conversations that are longer than a block."""
@@ -132,8 +132,8 @@ class ChatRecord:
     thoughts: Thoughts = "keep"
     """Treatment of the assistant's thoughts, as in --thoughts."""
     added_samples: int = checked(0, low=0)
-    """Number of samples in addition to one per conversation. If a template renders a turn
-    differently once other turns follow, the conversation needs several samples."""
+    """Number of samples beyond one per conversation. A conversation needs several samples if its
+    template renders a turn differently when other turns follow."""
     added_tokens: int = checked(0, low=0)
     """Number of tokens in the added samples."""
     literal_samples: int = checked(0, low=0)
@@ -170,7 +170,7 @@ class PreferenceRecord:
     """Highest number of tokens of a conversation; training must use the same length."""
     template_sha256: str = checked(pattern=SHA256, wanted="64 hexadecimal digits")
     train_trained_tokens: int = checked(low=2)
-    """Number of answer tokens, which the loss covers."""
+    """Number of answer tokens. The loss covers these tokens."""
     val_trained_tokens: int = checked(low=2)
     truncated_answers: int = checked(low=0)
     """Number of truncated answers."""
@@ -291,7 +291,7 @@ class DataMeta:
     def mean_sample_tokens(self) -> float | None:
         """Return the mean number of tokens of a training text or pair, without padding.
 
-        Return None for tasks whose samples are blocks of `data.sequence_length` tokens.
+        Return None for tasks with samples of exactly `data.sequence_length` tokens (blocks).
         """
         samples = {
             "classify": (EXAMPLES_NAMES, EXAMPLE_BYTES),
@@ -318,7 +318,7 @@ def require_task(folder: Path, meta: DataMeta, *, task: TaskKind) -> None:
 
 
 def require_prepared_length(folder: Path, meta: DataMeta, *, sequence_length: int) -> None:
-    """Raise ConfigError unless the data was prepared for this sequence length."""
+    """Raise ConfigError if the data was prepared for a different sequence length."""
     record = meta.chat or meta.preference
     if record is not None and sequence_length != record.sequence_length:
         was = "packed into blocks" if meta.chat is not None else "prepared for conversations"
@@ -330,7 +330,8 @@ def require_prepared_length(folder: Path, meta: DataMeta, *, sequence_length: in
 
 
 def describe_new_rows(meta: DataMeta, rows: int) -> str:
-    """Return text about the new special tokens, and the rows that a model of `rows` rows gains."""
+    """Return text about the new special tokens, and about the rows that a model of `rows` rows
+    gains."""
     ids = meta.added_ids()
     span = f"id {ids[0]}" if len(ids) == 1 else f"ids {ids[0]} to {ids[-1]}"
     grown = max(0, meta.vocab_size - rows)
@@ -375,7 +376,7 @@ def load_meta(folder: Path) -> DataMeta:
 
 
 def _require_consistent(meta: DataMeta, path: Path, remedy: str) -> None:
-    """Raise DataError for contradictory values, because these determine the sizes of reads."""
+    """Raise DataError for contradictory values. The values determine how many bytes are read."""
     expected = _FILES[meta.task]
     if set(meta.files) != expected:
         raise DataError(f"{path}: files must be {' and '.join(sorted(expected))}. {remedy}")

@@ -59,7 +59,7 @@ _WEIGHTS_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 def own_file(folder: Path, name: str, *, error: type[TileforgeError] = CheckpointError) -> Path:
     """Return the path of a file of a model's folder; the file need not exist.
 
-    Raises `error` for a link that leads out of the folder, because the target of the link could be
+    Raises `error` for a link that leads out of the folder, because the link's target could be
     copied to an output or sent to a node.
     """
     path = folder / name
@@ -73,13 +73,14 @@ def read_config(folder: Path) -> dict[str, object]:
     """Read config.json of `folder`. Raises CheckpointError if it is missing or damaged.
 
     NaN and infinity become objects such as `{"__float__": "Infinity"}`, so that the result is plain
-    JSON. Newer releases of transformers write these objects, older releases the bare words.
+    JSON. Newer releases of transformers write such objects. Older releases write bare NaN and
+    Infinity.
     """
     return _read_config(own_file(folder, CONFIG_FILE))
 
 
 def classifier_config(folder: Path) -> tuple[dict[str, object], Path]:
-    """Return the config that has a classifier's labels, and the path of the config's file.
+    """Return the config with a classifier's labels, and the path of the config file.
 
     `folder` contains a whole classifier or only its adapter. Raises CheckpointError.
     """
@@ -116,7 +117,7 @@ def weight_files(folder: Path) -> tuple[str, ...]:
 
 
 def has_shards(folder: Path) -> bool:
-    """Return True if the weights in `folder` are shards that its index lists."""
+    """Return True if the weights in `folder` are shards, listed in an index."""
     return (folder / INDEX_FILE).exists() and not (folder / WEIGHTS_FILE).exists()
 
 
@@ -159,7 +160,7 @@ def read_tokenizer_files(folder: Path, *, error: type[TileforgeError]) -> dict[s
 
 
 def read_generation_file(folder: Path) -> dict[str, bytes]:
-    """Return the content of generation_config.json by its name; empty without the file.
+    """Return the content of generation_config.json by file name; empty without the file.
 
     Raises CheckpointError.
     """

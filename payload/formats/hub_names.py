@@ -1,7 +1,7 @@
 """CONTRACT: names on the Hugging Face hub: NAME or OWNER/NAME, optionally with @REVISION.
 
-The path of a local folder can have the same form. A cloned project, for example, could contain a
-folder with the name of a model, which would replace the model on the hub.
+The path of a local folder can have the same form. For example, a cloned project could contain a
+folder with the name of a model. The folder would then be used instead of the model on the hub.
 """
 
 from __future__ import annotations

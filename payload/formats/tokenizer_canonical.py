@@ -1,7 +1,8 @@
-"""CONTRACT: the canonical form of a tokenizer.json: exactly the settings that affect tokens.
+"""CONTRACT: the canonical form of a tokenizer.json, with only the settings that affect tokens.
 
 Two files with the same form produce the same tokens. Missing keys have the defaults of the package
-`tokenizers`. A step of an unknown kind is kept unchanged, so any difference in it changes the form.
+`tokenizers`. A step of an unknown kind is kept unchanged, so any difference in the step changes the
+form.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _step(step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_defaults(given: Mapping[str, Any], kind: object) -> dict[str, Any]:
-    """Return the entries whose value is neither null nor the package's default."""
+    """Return the entries with a value that is neither null nor the package's default."""
     defaults = _DEFAULTS.get(kind, {}) if isinstance(kind, str) else {}
     return {
         key: given[key]
@@ -117,7 +118,7 @@ def _model(model: object, added: list[list[Any]], pre_tokenizer: list[Any]) -> d
 
 
 def _kind(vocabulary: object, merges: object) -> str | None:
-    """Return the kind of the model in an older file, which does not record the kind."""
+    """Return the model's kind for an older file that does not record the kind."""
     if isinstance(merges, list):
         return "BPE"
     return "Unigram" if isinstance(vocabulary, list) else None

@@ -1,4 +1,6 @@
-"""CONTRACT: hashes that identify a tokenizer, to compare the tokenizers of two folders.
+"""CONTRACT: hashes that identify a tokenizer.
+
+The hashes are used to compare the tokenizers of two folders.
 
 Two tokenizers are the same if they produce the same token ids. That depends on the whole pipeline
 of tokenizer.json: normalizer, pre-tokenizer, vocabulary with merges, post-processor and added
@@ -55,7 +57,7 @@ class TokenizerIdentity:
 def identity_of(tokenizer: Mapping[str, Any]) -> TokenizerIdentity:
     """Return the identity of a parsed tokenizer.json.
 
-    Raises DataError if it is nested too deeply.
+    Raises DataError if the JSON is nested too deeply.
     """
     try:
         return TokenizerIdentity(
@@ -131,13 +133,14 @@ def is_tokenizer_of(meta: DataMeta, identity: TokenizerIdentity) -> bool:
 
 
 def is_extended_by(meta: DataMeta, identity: TokenizerIdentity) -> bool:
-    """Return True if the data's tokenizer is this one plus special tokens from `prepare`."""
+    """Return True if the data's tokenizer is this tokenizer plus special tokens from `prepare`."""
     added = meta.added_tokens
     return added is not None and identity.pipeline_sha256 == added.model_pipeline_sha256
 
 
 def vocabulary_file(folder: Path) -> str | None:
-    """Return the name of the folder's vocabulary file if a tokenizer.json is missing, or None."""
+    """Return the name of the vocabulary file of a folder without tokenizer.json; None without such
+    a file."""
     if (folder / TOKENIZER_FILE).is_file():
         return None
     return next((name for name in _VOCABULARIES if (folder / name).is_file()), None)
@@ -166,8 +169,8 @@ def has_vocabulary(
 ) -> bool:
     """Return True if the hash of vocab.json and merges.txt in `folder` is `vocabulary_sha256`.
 
-    `added` has the ids of tokens that the hash does not cover. The folder must have the same ids. A
-    SentencePiece vocabulary is not compared. Raises `error` for damaged files.
+    `added` has the ids of tokens that the hash does not cover. In the folder, these tokens must
+    have the same ids. A SentencePiece vocabulary is not compared. Raises `error` for damaged files.
     """
     found = {}
     for name in ("vocab.json", "merges.txt", "added_tokens.json"):
@@ -248,7 +251,8 @@ def other_tokenizer(
     settings: tuple[str, str],
     parts: tuple[str, ...] = (),
 ) -> str:
-    """Return the message about a model whose tokenizer differs from the tokenizer of the data."""
+    """Return the message about a difference between a model's tokenizer and the data's
+    tokenizer."""
     name = "gpt2" if identity.is_gpt2() else init
     again = with_tokenizer(data, source=meta.source, tokenizer=name)
     differing = f" (the two differ in: {', '.join(parts)})" if parts else ""

@@ -33,7 +33,7 @@ def require_bounded(raw: Mapping[str, Any], *, where: str, error: type[Tileforge
 
 
 def _growth(step: Any) -> float:
-    """Return the factor by which a step can lengthen a text of one character or more."""
+    """Return the largest factor by which a step can lengthen a non-empty text."""
     if not isinstance(step, Mapping):
         return 1.0
     if step.get("type") == "Prepend":
@@ -50,9 +50,9 @@ def _growth(step: Any) -> float:
 def _require_prefixed_merges(
     model: Mapping[str, Any], *, where: str, error: type[TileforgeError]
 ) -> None:
-    """Raise `error` for a merge whose second half lacks the prefix of subwords.
+    """Raise `error` for a merge in which the second half lacks the prefix of subwords.
 
-    The package cuts the prefix off without a check, and its panic can abort the process.
+    The package cuts the prefix off without a check. The resulting panic can abort the process.
     """
     prefix, merges = model.get("continuing_subword_prefix"), model.get("merges")
     if not (isinstance(prefix, str) and prefix and isinstance(merges, list)):

@@ -18,7 +18,7 @@ from payload.generate.tool_calls import ToolCallFormat, learn_tool_calls
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A generated answer, or its beginning."""
+    """A generated answer, complete or still growing."""
 
     thoughts: str = ""
     text: str = ""
@@ -49,7 +49,7 @@ class ChatFormat:
     """The model's stop tokens, and the tokens with which the template ends a turn."""
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Return the conversation as text, up to the place where the answer begins.
+        """Return the conversation as text, up to the position at which the answer begins.
 
         If the conversation ends with a message of the assistant, the model continues this message,
         as with `continue_final_message` of transformers. Raises DataError.
@@ -80,8 +80,8 @@ class ChatFormat:
     def divide(self, generated: str, *, prompt: str, is_finished: bool) -> Answer:
         """Return the parts of a generated text that follows a prompt.
 
-        If the text is unfinished, last characters that may belong to a delimiter or a call are left
-        out. So each part of the answer only grows when the text grows, and never changes.
+        If the text is unfinished, trailing characters that may belong to a delimiter or a call are
+        left out. So each part of the answer only grows, and its beginning never changes.
         """
         thoughts, text = self.thoughts.divide(
             generated, is_open=self.thoughts.is_opened_by(prompt), is_finished=is_finished

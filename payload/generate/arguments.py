@@ -16,7 +16,7 @@ _TEMPERATURE, _TOP_K, _ANSWER_TOP_K, _NUM_SAMPLES, _SEED = 0.8, 200, 50, 3, 1337
 
 
 def parser() -> CommandParser:
-    """Return the command line."""
+    """Return the parser of the command-line options."""
     made = CommandParser(
         prog=command("generate"),
         description="Continue prompts, chat, or classify texts. Text goes to stdout, messages go "

@@ -1,7 +1,7 @@
 """The formats in which chat templates write a tool call, and how the format is detected.
 
-A template renders sample calls with known names and values. The places of these names and values in
-the rendered text show the format.
+A template renders sample calls with known names and values. The positions of these names and values
+in the rendered text show the format.
 
 Four kinds cover the templates in use: a JSON object with name and arguments; a name followed by the
 arguments as a JSON object; a name followed by keys and values between delimiters, as in XML; and a
@@ -23,7 +23,8 @@ NAMES = "probe_first", "probe_second"
 """Function names in the test calls that `call_format_of` lets a template render."""
 KEYS = "probe_key", "probe_number"
 VALUES = ("probe_value", 1717), ("probe_other", 1818)
-"""Names and values of the arguments in both test calls. One value is a text, the other a number."""
+"""Names and values of the arguments in both test calls. One value is a text, and the other value is
+a number."""
 _JSON_KEYS = ("name", "arguments"), ("name", "parameters"), ("tool_name", "parameters")
 _NAME = r"([^\s\"'<>|{}()\[\]=:,]+)"
 
@@ -57,7 +58,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCall:
-    """A call, and the range of characters that the call has in a text."""
+    """A call, and the call's range of characters in a text."""
 
     start: int
     end: int

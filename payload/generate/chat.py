@@ -42,8 +42,8 @@ class Conversation:
         """Yield the growing answer to new messages: a question, or the results of tool calls.
 
         Each yielded value is the whole answer so far. If the caller stops early, the conversation
-        keeps the last of them. Raises ConfigError if the messages are too long for the model's
-        context.
+        keeps the last yielded value. Raises ConfigError if the messages are too long for the
+        model's context.
         """
         self.messages += messages
         prompt = self._prompt(len(messages))
@@ -83,7 +83,7 @@ class Conversation:
     def _prompt(self, num_new: int) -> str:
         """Return the rendered conversation. The oldest turns are left out if they do not fit.
 
-        If even the last `num_new` messages alone do not fit, these new messages are removed again.
+        If the last `num_new` messages alone do not fit, these messages are removed again.
         """
         context = self.model.spec.context()
         room = context - min(self.options.max_new_tokens, context // 2)

@@ -39,9 +39,9 @@ class Codec:
     """Returns the tokens of a text that contains special tokens, such as a rendered chat template.
     """
     decode: Callable[[Sequence[int]], str]
-    """Returns the text of tokens, without special tokens."""
+    """Takes tokens, and returns their text without special tokens."""
     decode_marked: Callable[[Sequence[int]], str]
-    """Returns the text of tokens, with special tokens."""
+    """Takes tokens, and returns their text with special tokens."""
     special_texts: tuple[str, ...]
     """Texts of the special tokens."""
     vocab_size: int
@@ -52,7 +52,9 @@ class Codec:
 
 
 def find_codec(folder: Path) -> Codec:
-    """Return the tokenizer of a checkpoint. A GPT-2 without tokenizer files has the packaged one.
+    """Return the tokenizer of a checkpoint.
+
+    For a GPT-2 without tokenizer files, return the packaged tokenizer.
 
     If an adapter has no tokenizer files, the files of the base model are used. Raises
     CheckpointError and DataError for a missing or damaged tokenizer.

@@ -11,11 +11,12 @@ _CONTEXT_TOKENS = 8
 
 
 class TextStream:
-    """Decodes a continuation token by token. The pieces joined together are the whole text.
+    """Decodes a continuation token by token. All returned pieces together are the whole text.
 
     A token can end within a character. The character is then returned with the token that completes
     the character. Some tokenizers drop a space before the first token that they decode. So the last
-    tokens of the prompt are decoded together with the continuation, and their text is removed.
+    tokens of the prompt are decoded together with the continuation, and the prompt's text is then
+    removed.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], *, prompt: Sequence[int]) -> None:
@@ -83,6 +84,7 @@ class StopText:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """Return the end of the text; it was held back because a stop string could begin there."""
+        """Return the rest of the text, which was held back because a stop string could begin
+        there."""
         rest, self._held = self._held, ""
         return rest

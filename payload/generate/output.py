@@ -17,7 +17,7 @@ BETWEEN = "\n---\n"
 
 @dataclass(kw_only=True)
 class Sample:
-    """One continuation: the tokens, and the part of the text that will not change."""
+    """One continuation: the tokens, and the part of the text that later tokens cannot change."""
 
     decode: Callable[[Sequence[int]], str]
     prompt: Sequence[int]
@@ -166,13 +166,16 @@ class OrderedOutputs:
             self._outputs[self._next].update()
 
     def end(self, indices: Sequence[int]) -> None:
-        """Record that these prompts are finished, and show all results whose turn has come."""
+        """Record that these prompts are finished.
+
+        Show all finished results up to the next unfinished one.
+        """
         self._finished |= set(indices)
         while self._next in self._finished:
             self._show(self._next)
 
     def interrupt(self, indices: Sequence[int]) -> None:
-        """Show these results and all finished ones. No results will follow."""
+        """Show the results of these prompts and all finished results. No results will follow."""
         self.end(indices)
         for index in sorted(each for each in self._finished if each > self._next):
             self._show(index)

@@ -38,7 +38,8 @@ def read_prompts(arguments: Namespace) -> list[Prompt]:
 
 
 def read_tools(name: str | None) -> list[Mapping[str, Any]]:
-    """Return the tools in a JSON file: a list of functions, with or without OpenAI's wrapper.
+    """Return the tools in a JSON file: a list of functions, each with or without OpenAI's wrapper
+    object.
 
     Raises ConfigError.
     """
@@ -97,10 +98,10 @@ def encode(
 def batches(
     prompts: Sequence[Sequence[int]], *, samples: int, model: CausalLM
 ) -> Iterator[list[int]]:
-    """Yield the indices of prompts of similar length, which are continued together.
+    """Yield the indices of prompts that are continued together. Such prompts have similar lengths.
 
-    A prompt that is longer than the context is batched only with prompts of equal length, because
-    the length determines which part of a prompt is read.
+    The length of a prompt that is longer than the context determines which part of the prompt is
+    read. So such a prompt is batched only with prompts of equal length.
     """
     context = model.spec.context()
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))

@@ -21,9 +21,9 @@ class SamplingOptions:
     temperature: float = 0.8
     """Divisor of the logits. 0 means greedy decoding."""
     top_k: int | None = 200
-    """Number of the likeliest tokens from which one is sampled. None means all tokens."""
+    """A token is sampled from the `top_k` likeliest tokens. None means all tokens."""
     top_p: float = 1.0
-    """Sample only from the likeliest tokens whose probabilities sum to this value. 1 means all
+    """Sample only from the likeliest tokens that together have this probability. 1 means all
     tokens.
 
     Source: nucleus sampling, arXiv:1904.09751.
@@ -42,9 +42,9 @@ class SamplingOptions:
 class Sampler:
     """Continues several prompts together; the rows of prompt i begin at i * num_samples.
 
-    All rows start at position 0. After a shorter prompt ends, its tokens are sampled while the rest
-    of a longer prompt is read. So no row needs padding, and each row has the same tokens as it
-    would have alone.
+    All rows start at position 0. After the end of a shorter prompt, tokens are sampled for this
+    prompt while the rest of a longer prompt is read. So no row needs padding, and each row has the
+    same tokens as without other rows.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Sampler:
         return chosen
 
     def _append(self, chosen: Tensor, position: int) -> Tensor:
-        """Write the tokens at `position`. Return a mask of the rows whose token was sampled."""
+        """Write the tokens at `position`. Return a mask of the rows with a sampled token."""
         sampled = self._lengths <= position
         if position < self._texts.shape[1]:
             chosen = torch.where(sampled, chosen, self._texts[:, position])
@@ -169,7 +169,7 @@ def add_tokens(samples: Sequence[list[int]], tokens: Sequence[int | None]) -> No
 
 
 def penalise(logits: Tensor, previous: Tensor, *, penalty: float) -> Tensor:
-    """Return (B, V) logits with the tokens in (B, T) `previous` made less likely."""
+    """Return (B, V) logits in which the tokens in `previous` (B, T) are less likely."""
     found = logits.gather(1, previous)
     return logits.scatter(1, previous, torch.where(found < 0, found * penalty, found / penalty))
 
@@ -177,7 +177,7 @@ def penalise(logits: Tensor, previous: Tensor, *, penalty: float) -> Tensor:
 def choose(
     logits: Tensor, *, options: SamplingOptions, generators: Sequence[torch.Generator]
 ) -> Tensor:
-    """Sample one token for each row of (B, V) logits, with that row's generator.
+    """Sample one token for each row of (B, V) logits, with the row's generator.
 
     Raises CheckpointError if a logit is not finite.
     """
@@ -207,7 +207,8 @@ def choose(
 def _nucleus(chances: Tensor, *, top_p: float) -> Tensor:
     """Return (B, V) probabilities.
 
-    They are 0 except for the likeliest tokens, whose probabilities sum to `top_p`.
+    The probabilities are 0 except for the likeliest tokens, which together have probability
+    `top_p`.
     """
     ordered, places = chances.sort(dim=1, descending=True)
     # The token that reaches the sum is kept, so at least one token remains.
@@ -232,7 +233,10 @@ class Reader:
         """The tokens that were read so far, from the start of the text."""
 
     def next_logits(self, texts: Tensor) -> Tensor:
-        """Return (B, V) logits of the token after (B, T) `texts`; cached tokens are not reread."""
+        """Return the logits (B, V) of the token after `texts` (B, T).
+
+        Cached tokens are not read again.
+        """
         context, length = self._model.spec.context(), texts.shape[1]
         first = not self._continues(texts)
         switch = self._model.spec.rope_switch()

@@ -29,7 +29,8 @@ _VALID: Mapping[str, Callable[[float], bool]] = {
     "top_p": lambda value: 0 < value <= 1,
     "repetition_penalty": lambda value: 0 < value < math.inf,
 }
-"""For each setting that a model can choose, a function that returns True for a valid number."""
+"""For each setting in generation_config.json that is used, a function that returns True for a valid
+number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,8 @@ def sampling_of(
 ) -> ChosenSampling:
     """Return the user's settings.
 
-    In a chat, the model's settings replace missing ones. Defaults replace the rest.
+    In a chat, the model's settings are used for settings that the user did not choose. All other
+    settings have their defaults.
     """
     own = _own(generation_config) if is_chat else {}
     found = ANSWER if is_chat else CONTINUATION

@@ -61,7 +61,8 @@ def chat(
 
 
 class _AnswerPrinter:
-    """Prints a growing answer: thoughts, dimmed and only on a terminal, then text, then calls."""
+    """Prints a growing answer: first thoughts (dimmed, and only on a terminal), then text, then
+    calls."""
 
     def __init__(self, *, write: Callable[[str], None], has_colour: bool) -> None:
         self._write = write
@@ -69,7 +70,7 @@ class _AnswerPrinter:
         self._printed = Answer()
 
     def update(self, answer: Answer) -> None:
-        """Print what is new since the last call."""
+        """Print the text that was added since the last call."""
         thoughts = answer.thoughts[len(self._printed.thoughts) :]
         if thoughts and self._has_colour:
             self._write(f"{_DIM}{printable(thoughts)}{_PLAIN}")

@@ -26,8 +26,8 @@ class Thoughts:
 
     begin: str = "<think>"
     end: str = "</think>"
-    """Text after the thoughts. If a template does not render thoughts, the defaults of `begin` and
-    `end` usually fit the model."""
+    """Text after the thoughts. The defaults of `begin` and `end` are for templates that do not
+    render thoughts."""
     header: str = ""
     """Text between the end of the thoughts and the answer; empty for most models."""
     first_header: str = ""
@@ -39,8 +39,8 @@ class Thoughts:
     def divide(self, answer: str, *, is_open: bool, is_finished: bool) -> tuple[str, str]:
         """Return the thoughts and the rest of an answer.
 
-        `is_open` is True if the prompt ends with `begin`. In an unfinished answer, last characters
-        that may belong to a delimiter are left out.
+        `is_open` is True if the prompt ends with `begin`. In an unfinished answer, trailing
+        characters that may belong to a delimiter are left out.
         """
         start = answer.lstrip()
         if not is_open:

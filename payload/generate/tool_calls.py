@@ -106,7 +106,8 @@ class _Probes:
     variables: Mapping[str, Any]
 
     def answer(self, text: str, *, count: int, as_text: bool) -> str | None:
-        """Return the text of an answer with `count` calls; None if the template rejects it."""
+        """Return the rendered text of an answer with `count` calls; None if the template rejects
+        the calls."""
         calls = [
             ToolCall(name=name, arguments=dict(zip(KEYS, values, strict=True)))
             for name, values in zip(NAMES[:count], VALUES, strict=False)
@@ -139,8 +140,8 @@ def _message(text: str, calls: Sequence[ToolCall], *, as_text: bool) -> Message:
 def after_prompt(text: str, prompt: str) -> str:
     """Return the answer in `text`, a rendered conversation.
 
-    A template can write the beginning of the answer differently in the prompt. Then the answer
-    begins with the last token, such as `<think>`, that both texts contain in full.
+    A template can render the beginning of the answer differently in the prompt. In this case, the
+    answer begins with the last token, such as `<think>`, that both texts contain in full.
     """
     if text.startswith(prompt):
         return text[len(prompt) :]
@@ -149,7 +150,8 @@ def after_prompt(text: str, prompt: str) -> str:
 
 
 def _begin_of(marker: str, answer: str) -> int:
-    """Return the index of `marker`, or of a beginning of `marker` with which the answer ends."""
+    """Return the index of `marker` in the answer, or of a prefix of `marker` at the answer's
+    end."""
     place = answer.find(marker)
     if place >= 0:
         return place

@@ -1,5 +1,5 @@
 """The kernels of the training step: C++ that is built at first use, and autograd functions.
 
-Without them the trainer runs on stock torch. docs/explanations/kernels.md describes the purpose of
-each kernel.
+Without the kernels, the trainer runs on stock torch. docs/explanations/kernels.md describes the
+purpose of each kernel.
 """

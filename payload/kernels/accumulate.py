@@ -1,9 +1,10 @@
-"""Computes weight gradients directly in their final memory, or adds them to the values there.
+"""Computes weight gradients directly in their final memory, or adds to the values there.
 
 Autograd allocates every gradient as a new tensor and adds it afterwards. For large weights, this is
 an extra pass over memory in each micro-batch and an extra copy for the exchange between ranks. A
-backward function that has added the gradient itself returns None. Hooks of the weight's node in
-autograd's graph still run and find the sum in `weight.grad`; hooks of the weight itself do not run.
+backward function that has added the gradient itself returns None. Hooks on the weight's node in
+autograd's graph still run, and find the sum in `weight.grad`. Hooks on the weight itself do not
+run.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class WeightGradients:
             torch.mm(grad.t(), x, out=total)
 
     def add_stack(self, stack: Tensor, grads: Tensor, x: Tensor, counts: Sequence[int]) -> None:
-        """Add the gradient of a stack of weights (E, R, C); each weight has computed some rows.
+        """Add the gradient of a stack of weights (E, R, C). Each weight belongs to some rows of the
+        input.
 
         `counts` has the rows of `grads` (M, R) and of `x` (M, C) that belong to each weight.
         """
@@ -63,7 +65,8 @@ class WeightGradients:
                 matrix.zero_()
 
     def add_joined(self, weights: Sequence[Tensor], grad: Tensor, x: Tensor) -> None:
-        """Add the gradients of several weights with the same x; `grad` joins their columns."""
+        """Add the gradients of several weights with the same input `x`. `grad` has the columns of
+        all weights."""
         if x.dtype is torch.float32:
             parts = torch.split(grad, [len(each) for each in weights], dim=1)
             for weight, part in zip(weights, parts, strict=True):
@@ -100,7 +103,8 @@ class TokenGradient:
         self._spare: Tensor | None = None
 
     def memory(self, weight: Tensor, elements: int) -> Tensor:
-        """Return bf16 memory for a micro-batch's logits, which their gradient will overwrite.
+        """Return bf16 memory for a micro-batch's logits. The gradient of the logits overwrites
+        them.
 
         The previous step's memory is reused if possible. When this large block was freed and
         allocated again, other tensors fragmented it, and the second step of a model of Qwen3-0.6B's

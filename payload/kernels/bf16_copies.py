@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Bf16Copies:
-    """Keeps bf16 copies of weights until the next update; autocast would make new copies in every
+    """Keeps bf16 copies of weights until the next update. Autocast would make new copies in every
     forward pass."""
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class Bf16Copies:
         return copy
 
     def existing(self, parameter: Tensor) -> Tensor | None:
-        """Return the copy of the parameter, or None; code that writes the parameter must write
-        both."""
+        """Return the copy of the parameter, or None. Code that writes the parameter must also write
+        the copy."""
         return self._copies.get(parameter)
 
     def drop(self, parameters: Iterable[Tensor]) -> None:
-        """Drop the copies of changed parameters; the next call makes new ones."""
+        """Drop the copies of changed parameters. The next call of `of` makes new copies."""
         for parameter in parameters:
             self._copies.pop(parameter, None)

@@ -135,7 +135,7 @@ def target_flags(isa: str | None) -> tuple[str, ...]:
 
 
 def _compile(library: Path, sources: Sequence[Path], target: Sequence[str]) -> None:
-    """Compile the sources in parallel and link them to `library`, which is never incomplete."""
+    """Compile the sources in parallel, and link them to `library` atomically."""
     compiler = find_compiler()
     if compiler is None:
         raise KernelsUnavailableError(f"this machine has no C++ compiler ({INSTALL_COMPILER})")
@@ -166,7 +166,7 @@ def _compile(library: Path, sources: Sequence[Path], target: Sequence[str]) -> N
 
 
 def _run_compiler(command: Sequence[str], folder: str) -> None:
-    """Run the compiler in `folder`. Raises KernelsUnavailableError with its first error.
+    """Run the compiler in `folder`. Raises KernelsUnavailableError with the compiler's first error.
 
     The compiler does not run in the user's folder: with an empty entry in CPATH, it would search
     this folder for headers.

@@ -11,10 +11,11 @@ _INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def own_folder(path: Path) -> Path:
-    """Return `path`, to which only this user and root can write; create it if missing.
+    """Return `path`; create it if missing. Only this user and root can write to it.
 
-    Raises PermissionError for a folder of another user, unless that user owns the home folder: in
-    some containers, root has the home of another user. Raises OSError if it cannot be created.
+    Raises PermissionError for a folder of another user. Exception: the owner of the home folder is
+    accepted, because in some containers root uses the home of another user. Raises OSError if the
+    folder cannot be created.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_trusted_owner(path):

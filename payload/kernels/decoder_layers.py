@@ -39,11 +39,11 @@ class AttentionSettings:
 
     batch: int
     sizes: HeadSizes
-    """Sizes of the heads. With packed documents, `length` is B x T, because the rotation's tables
-    have a row per token."""
+    """Sizes of the heads. With packed documents, `length` is B x T, because the tables of the
+    rotation have one row per token."""
     scale: float
     rotation: Rotation | None
-    """Tables of the rotary embedding; None in a layer without one."""
+    """Tables of the rotary embedding; None in a layer without a rotary embedding."""
     starts: Tensor | None
     """Shape (B, T): index of the first token that each token attends to; None = 0 for all
     tokens."""

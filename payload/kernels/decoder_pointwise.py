@@ -105,7 +105,7 @@ def rms_norm_backward(
     added_scale: float = 1.0,
     frozen: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of x, `added` (if `adds`) and the weight (unless it is frozen).
+    """Return the gradients of x, `added` (if `adds`) and the weight (if it is trained).
 
     `total` and `rstd` are from the forward pass. The gradient of x overwrites `grad_total` if it is
     given. If the gradients of x and `added` are equal, they are one tensor.

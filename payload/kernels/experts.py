@@ -1,8 +1,8 @@
 """The experts of a mixture in bf16, as an autograd function over the kernels.
 
-Each expert computes the tokens that chose it; their outputs are weighted and summed in fp32. N
-tokens, C width, E experts, K experts of a token, M = N x K pairs of a token and an expert, I width
-of a gate.
+Each expert computes the tokens that the router assigned to the expert. The outputs are weighted and
+summed in fp32. N tokens, C width, E experts, K experts of a token, M = N x K pairs of a token and
+an expert, I width of a gate.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def experts(
     gate: Gate,
     context: LayerContext,
 ) -> Tensor:
-    """Return the weighted sum of the outputs of each token's experts, (N, C) bf16.
+    """Return each token's weighted sum of expert outputs, (N, C) bf16.
 
     `x` (N, C) is bf16, `weights` (N, K) are the weights of the pairs, and `stacks` are the fp32
     matrices of gate and up (E, 2 I, C) and of the last linear (E, C, I).

@@ -1,10 +1,9 @@
 """The output head and its loss, without a second copy of the logits.
 
-One buffer of logits in the matmuls' dtype serves all chunks of tokens. Each chunk's logits are
-overwritten by their gradient, from which both matmuls of the backward pass are computed
-immediately. The buffer consists of slices of the vocabulary, (N, W) each, in separate memory: a
-matmul reads or writes one contiguous slice, while rows of the full vocabulary would be 100 kB
-apart.
+One buffer of logits in the matmuls' dtype serves all chunks of tokens. The gradient of a chunk's
+logits overwrites the logits. Both matmuls of the backward pass follow immediately, from this
+gradient. The buffer consists of slices of the vocabulary, (N, W) each, in separate memory: a matmul
+reads or writes one contiguous slice, while rows of the full vocabulary would be 100 kB apart.
 
 Shapes: N tokens, C width, V vocabulary, W vocabulary rows of a slice.
 """
@@ -184,7 +183,7 @@ def _weight_gradient_buffer(
 
 
 def _chunks(tokens: int, vocabulary: int) -> Iterator[slice]:
-    """Yield slices of tokens, each small enough for its logits to fit in the buffer."""
+    """Yield slices of tokens that are small enough for their logits to fit in the buffer."""
     size = logits_tokens(vocabulary)
     for start in range(0, tokens, size):
         yield slice(start, min(start + size, tokens))
@@ -225,7 +224,7 @@ def _shared_memory(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return memory for the weight's gradient (V, C), and slices of logits in the same memory.
 
-    Slice by slice, logits (N, W) are overwritten by their part (W, C) of the gradient; this
+    Slice by slice, a part (W, C) of the gradient overwrites the slice's logits (N, W). This
     requires N <= C. Each slice has one row more than its part, for the reason in `_buffer`, so a
     part covers its own slice and the end of the previous slice.
     """

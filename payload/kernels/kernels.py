@@ -51,7 +51,8 @@ class Kernels:
         return self._library is not None
 
     def weights_changed(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Drop data derived from the optimizer's weights; registered as a hook after its steps."""
+        """Drop data derived from the optimizer's weights. It is a hook that runs after the
+        optimizer's steps."""
         self._copies.drop(each for group in optimizer.param_groups for each in group["params"])
 
     def keep_no_copies(self) -> None:
@@ -94,7 +95,7 @@ class Kernels:
             return head.mean_loss(*flat, self.token_gradient)
 
     def token_losses(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Return the cross entropy of every target, (B, T) fp32; 0 for ignored ones."""
+        """Return the cross entropy of every target, (B, T) fp32; 0 for ignored targets."""
         hidden, cast_weight = self._cast(hidden, weight)
         rows, flat = hidden.flatten(0, 1), targets.flatten()
         trains = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)

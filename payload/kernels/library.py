@@ -150,7 +150,7 @@ class Library:
         *,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Return the gradient of qkv; `out` and `log_sums` are from the forward pass."""
+        """Return the gradient of qkv. `out` and `log_sums` are results of the forward pass."""
         _require_qkv(qkv)
         flat, key_heads = qkv.flatten(2, 3), qkv.shape[3]
         grad = self.grouped_attention_backward(
@@ -238,7 +238,8 @@ class Library:
         return y
 
     def gelu_backward(self, x: Tensor, grad: Tensor) -> Tensor:
-        """Return the recomputed output; overwrite its gradient `grad` with the gradient of `x`."""
+        """Return the recomputed output of GELU. Overwrite `grad`, the output's gradient, with the
+        gradient of `x`."""
         require_tensor("x", x, element(x))
         require_tensor("grad", grad, x.dtype, x.shape)
         y = torch.empty_like(x)
@@ -447,7 +448,7 @@ def require_starts(starts: Tensor | None, batch: int, length: int) -> None:
 
 
 def element(tensor: Tensor) -> torch.dtype:
-    """Return fp32 for an fp32 tensor, otherwise bf16: the dtype that its kernel needs."""
+    """Return the dtype of the kernel for a tensor: fp32 for an fp32 tensor, otherwise bf16."""
     return torch.float32 if tensor.dtype is torch.float32 else torch.bfloat16
 
 

@@ -1,7 +1,8 @@
 """Joins linear layers that have the same input: in bf16, they are one matmul.
 
-In fp32, each weight has its own matmul, which reads or writes its columns of the joined tensor: one
-matmul would need a copy of the weights. The layers are trained, or frozen with adapters.
+In fp32, each weight has a separate matmul, which reads or writes the weight's columns of the joined
+tensor. One joint matmul would need a copy of the weights. The layers are trained, or frozen with
+adapters.
 
 N tokens, I inputs, O outputs of all layers together, R ranks of all their adapters together.
 """
@@ -56,7 +57,7 @@ class Projection:
     """The parameters of a linear layer; a frozen layer can have an adapter."""
 
     weight: Tensor
-    """The weight matrix: (outputs, inputs) fp32. A frozen one can be bf16."""
+    """The weight matrix: (outputs, inputs) fp32. A frozen weight can be bf16."""
     bias: Tensor | None
     adapter: LowRank | None = None
 
@@ -104,9 +105,9 @@ def join(
 
 
 class _Trained(Linears):
-    """Trained layers, whose bf16 weights are concatenated by rows.
+    """Trained layers. The bf16 weights are concatenated by rows.
 
-    Unless copies are kept, the bf16 weights are made for each matmul: rounding takes a hundredth of
+    If copies are not kept, the bf16 weights are made for each matmul: rounding takes a hundredth of
     the matmul's time for 4 x 1024 tokens, while copies of all weights would take 2 bytes per
     parameter.
     """
@@ -153,7 +154,7 @@ class _Trained(Linears):
 
 
 class _Frozen(Linears):
-    """Frozen layers, whose adapters' low-rank matrices are joined as well.
+    """Frozen layers. The adapters' low-rank matrices are also joined.
 
     The first matrices of all adapters are concatenated by rows, (R, I). The second matrices,
     multiplied by their scales, are blocks of a matrix (O, R) that is zero outside the blocks.

@@ -34,7 +34,8 @@ def grouped_attention(
 
 
 def contiguous_gradient(x: Tensor) -> Tensor:
-    """Return x, whose gradient is made contiguous for the kernel that computed x."""
+    """Return x. In the backward pass, its gradient is made contiguous for the kernel that computed
+    x."""
     return cast(Tensor, _ContiguousGradient.apply(x))
 
 

@@ -4,5 +4,5 @@
 class KernelsUnavailableError(Exception):
     """The kernels cannot be built or used on this machine; the text gives the reason.
 
-    This does not stop a run, which logs the reason and uses torch.
+    This error does not stop a run. The run logs the reason and uses torch.
     """

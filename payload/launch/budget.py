@@ -21,7 +21,8 @@ class TimeLimit:
     value: float
 
     def stop_at_s(self, *, grace_s: float) -> float:
-        """Return when the run must save and stop: `grace_s` before the limit.
+        """Return the time in seconds at which the run must save and stop: `grace_s` before the
+        limit.
 
         If a tenth of the limit is shorter than `grace_s`, that tenth is used instead.
         """
@@ -69,7 +70,7 @@ class JobTime:
     run_id: str
 
     def stop_after_s(self, *, grace_s: float) -> float:
-        """Return when the run must save and stop: two minutes before the end of the job.
+        """Return the seconds until the run must save and stop: two minutes before the job's end.
 
         `grace_s` replaces the two minutes if `grace_s` is longer. The run never stops before a
         tenth of the remaining time has passed.

@@ -1,8 +1,8 @@
 """The interface of a launcher: the program that starts the ranks of a planned run.
 
 Each launcher is one file of `payload/launch/launchers`, with a subclass of `Launcher` and its only
-instance, `LAUNCHER`. It has no side effects. It returns a command line and settings for the plan,
-and parses the output of the program for the supervisor and for the trial of preflight.
+instance, `LAUNCHER`. A launcher has no side effects. It returns a command line and settings for the
+plan, and parses the output of the program for the supervisor and for the trial of preflight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BOOTSTRAP_AGAIN = "Run the bootstrap again on this node (bootstrap/node-setup.sh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """The way from the supervisor's machine, usually the head, to the other nodes."""
+    """How the supervisor's machine, usually the head, reaches the other nodes."""
 
     interface: str
     """The head's network interface towards the other nodes."""
@@ -156,7 +156,7 @@ class Launcher(ABC):
         return {}
 
     def report(self, text: str) -> Report:
-        """Find in the launcher's output why a run ended."""
+        """Return the reasons for the end of a run that the launcher's output contains."""
         return Report()
 
     def trial_failures(

@@ -16,7 +16,7 @@ FROZEN_S = 15.0
 """A silent node that accepts connections counts as frozen after this time without data. By then,
 the result of a new connection is known; a node that refuses connections may be lost."""
 LOST_S = 12.0
-"""A node that refuses connections for this time is lost, unless ranks make progress."""
+"""A node that refuses connections for this time counts as lost if no rank makes progress."""
 
 # Phases of a rank at the same step number, in order; ranks wait for the ranks that are behind.
 _PHASES = (*START_PHASES, "sync check", "checkpoint", "eval", "step", "end")
@@ -70,8 +70,8 @@ def find_trouble(
 ) -> Verdict | None:
     """Return the verdict on a run that cannot continue, or None.
 
-    `ranks` has the ranks that have sent a heartbeat in this attempt, which is `age_s` old. Ranks
-    wait for each other in every step, so one stuck rank stops all ranks. While any rank makes
+    `ranks` has the ranks that have sent a heartbeat in this attempt. The attempt began `age_s` ago.
+    Ranks wait for each other in every step, so one stuck rank stops all ranks. While any rank makes
     progress, the run is healthy.
     """
     quiet_s = min([age_s, *(beat.quiet_s for beat in ranks)])

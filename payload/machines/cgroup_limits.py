@@ -1,8 +1,9 @@
-"""CONTRACT: the limits of this process's control groups: of a container, a job or a service.
+"""CONTRACT: the limits that control groups set on this process, for example in a container, job or
+service.
 
-A limit holds for a group and for all groups in it. So this process is limited by every group from
-its own up to the root of the mount. In a container the root of the mount is usually the container's
-own group.
+A limit holds for a control group and for all groups inside it. So every group from this process's
+own group up to the root of the mount limits this process. In a container the root of the mount is
+usually the container's own group.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _NO_LIMIT_BYTES = 2**60
-"""A larger number means no limit: version 1 then writes the largest multiple of the page size."""
+"""A larger number means no limit: version 1 of the interface then writes the largest multiple of
+the page size."""
 _CACHE = ("active_file", "inactive_file")
 
 
@@ -50,7 +52,7 @@ def read_limits(*, sys_root: Path = Path("/sys"), proc_root: Path = Path("/proc"
 
 
 def _groups(root: Path, controller: str, listed: list[str]) -> Iterator[Path]:
-    """Yield the folder of each group that limits the controller; not all of them exist."""
+    """Yield the folder of each group that can limit the controller; some folders may not exist."""
     mounts = {"": (root, root / "unified"), controller: (root / controller,)}
     found: dict[Path, None] = dict.fromkeys(each for bases in mounts.values() for each in bases)
     for line in listed:

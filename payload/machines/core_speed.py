@@ -121,7 +121,7 @@ def cpu_class(flags: Collection[str]) -> CpuClass | None:
 def typical_core_flops_per_s(
     dtype: Dtype, *, emulates_bf16: bool, cpu: CpuClass | None = None
 ) -> float:
-    """Return a typical core's GEMM peak, for machines where it was not measured.
+    """Return a typical core's GEMM peak, for machines that were not measured.
 
     An unknown class counts as AVX-512 with bf16.
     """

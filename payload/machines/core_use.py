@@ -19,7 +19,10 @@ class CoreUse:
     def __init__(
         self, cores: Collection[int] | None = None, *, stat: Path = Path("/proc/stat")
     ) -> None:
-        """Begin to count; `cores` are logical CPUs, by default all that this process may run on."""
+        """Begin to count.
+
+        `cores` are logical CPUs; the default is all CPUs that this process may run on.
+        """
         self._cores = _own_cores() if cores is None else cores
         self._stat = stat
         self._began = (self._busy_s(), time.process_time(), time.perf_counter())

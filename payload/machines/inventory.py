@@ -27,8 +27,8 @@ SCHEMA_VERSION = 1
 SHARED_FOLDER = "/srv/tileforge/shared"
 """Path of the folder that a cluster's nodes can share."""
 RANK_PORTS = range(20_000, 32_000)
-"""Ports of the ranks' rendezvous: below Linux' range for outgoing connections (from 32768), and
-above the ports of services."""
+"""Ports for the ranks' rendezvous. The range is below Linux's ports for outgoing connections (from
+32768), and above the ports of services."""
 
 AccessKind = Literal["iap", "direct", "local", "slurm"]
 Source = Literal["pulumi", "file", "local", "slurm"]
@@ -77,7 +77,7 @@ class Node:
     numa_domains: int = checked(1, low=1, high=_MOST_CORES)
     memory_gib: float = checked(low=0, high=2**20)
     gpus: int = checked(0, low=0, high=64)
-    """Number of NVIDIA GPUs; each has one rank."""
+    """Number of NVIDIA GPUs; each GPU has one rank."""
     gpu_memory_gib: float | None = checked(None, low=0, high=2**14)
     """Memory of each GPU, or None if unknown."""
     gpu_capability: str | None = checked(None, pattern=CAPABILITY, wanted="such as 8.9")
@@ -108,7 +108,7 @@ class Access:
 
     @property
     def shares_folder(self) -> bool:
-        """Return whether the ranks write to the local run folder itself, not to a copy."""
+        """Return whether the ranks write to the local run folder itself instead of a copy."""
         return self.kind in ("local", "slurm")
 
 
@@ -196,8 +196,9 @@ def _problems(inventory: ClusterInventory) -> Iterator[str]:
 def _as_host(text: str) -> str | None:
     """Return an address in canonical form, a host name in lower case, or None if it is neither.
 
-    `1` and `0x7f.1` count as neither: the resolver reads them as addresses, other programs as
-    names."""
+    `1` and `0x7f.1` count as neither, because the resolver reads them as addresses and other
+    programs read them as names.
+    """
     try:
         return str(ipaddress.ip_address(text))
     except ValueError:

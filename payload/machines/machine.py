@@ -78,7 +78,7 @@ def read_domains(
 ) -> tuple[Domain, ...]:
     """Return the NUMA domains, with one logical CPU for each physical core in `allowed`.
 
-    `quota` is the CPU limit of a container, which also limits the number of cores. Domains without
+    `quota` is the CPU limit of a container. It also limits the number of cores. Domains without
     usable cores are left out.
     """
     cpus = sys_root / "devices/system/cpu"

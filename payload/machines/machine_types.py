@@ -1,4 +1,4 @@
-"""Google's machine types with AMX or GPUs, and the features of each.
+"""Google's machine types with AMX or GPUs, and their features.
 
 Sources of shapes, bandwidth and NUMA domains: Cyclenerd/google-cloud-compute-machine-types,
 instances/series/{c3,c4,h3}.sql; GoogleCloudPlatform/cluster-toolkit at 10470803, util.py. Both were
@@ -50,8 +50,8 @@ class _Family:
     gib_per_vcpu: dict[str, float]
     """GiB of memory per vCPU, by the middle part of the type's name, such as highmem."""
     domains: tuple[tuple[int, int], ...]
-    """Pairs (vCPUs, NUMA domains), ascending: a machine has the domains of the first pair that has
-    at least the machine's vCPUs."""
+    """Pairs of (vCPUs, NUMA domains), in ascending order. The first pair with at least the
+    machine's vCPUs gives its number of NUMA domains."""
     disk_types: tuple[str, ...]
     tier1_from: int | None
     """Smallest number of vCPUs with Tier_1 bandwidth; None if no size supports it."""

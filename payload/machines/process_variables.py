@@ -32,6 +32,6 @@ def tuned_malloc() -> dict[str, str]:
 def spin_environment() -> dict[str, str]:
     """Return the variables that limit how long waiting OpenMP threads spin.
 
-    They are for ranks that share no cores.
+    The variables are for ranks that do not share cores.
     """
     return {"GOMP_SPINCOUNT": str(_SPIN_COUNT)}

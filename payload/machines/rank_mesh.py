@@ -1,8 +1,8 @@
 """The device mesh: which part of the model and of the data each rank has.
 
-Its four dimensions are pipeline x replicate x shard x tensor. The tensor dimension varies fastest
-with the rank, so that tensor ranks are on the same node. The pipeline dimension varies slowest, as
-pipeline stages communicate least.
+The mesh has the four dimensions pipeline x replicate x shard x tensor. The tensor dimension varies
+fastest with the rank, so that tensor ranks are on the same node. The pipeline dimension varies
+slowest, as pipeline stages communicate least.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Mesh:
         return self.replicate * self.shard
 
     def splits_model(self) -> bool:
-        """Return True if ranks split a model by tensor or pipeline parallelism."""
+        """Return True if tensor or pipeline parallelism splits a model over ranks."""
         return self.tensor > 1 or self.pipeline > 1
 
     def place(self, rank: int) -> RankIndices:
@@ -65,12 +65,13 @@ class Mesh:
         return (found * self.shard + place.shard) * self.tensor + place.tensor
 
     def data_rank(self, rank: int) -> int:
-        """Return which of the `data_ranks` parts of a batch the rank trains on."""
+        """Return the index, below `data_ranks`, of the batch part that the rank trains on."""
         place = self.place(rank)
         return place.replicate * self.shard + place.shard
 
     def along(self, rank: int, *dimensions: Dimension) -> tuple[int, ...]:
-        """Return `rank` and the ranks that differ from it only in these dimensions, in order."""
+        """Return `rank` and all ranks that differ from `rank` only in these dimensions, in
+        order."""
         own = self.place(rank)
         others = [name for name in own.__slots__ if name not in dimensions]
         return tuple(
@@ -90,7 +91,7 @@ class Mesh:
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
 
     def compared(self, *, tied: bool) -> str:
-        """Describe the values that the sync check compares: those that several ranks hold.
+        """Describe the values that the sync check compares: values that several ranks hold.
 
         `tied` is True if the token embedding is also the output head. Then both the first and the
         last stage hold the embedding.
@@ -139,7 +140,7 @@ def make_mesh(
 
 
 def require_tensor_ranks_on_a_node(tensor: int, *, ranks_per_node: int) -> None:
-    """Raise ConfigError unless all ranks of a tensor group are on one node."""
+    """Raise ConfigError if the ranks of a tensor group would be on several nodes."""
     if ranks_per_node % tensor:
         raise ConfigError(
             f"distributed.tensor_parallel = {tensor} does not divide the {ranks_per_node} rank(s) "

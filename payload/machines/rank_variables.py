@@ -8,9 +8,9 @@ from dataclasses import dataclass
 RUN_DIR = "TILEFORGE_RUN_DIR"
 """Environment variable with the run folder's path, which identifies the processes of a run."""
 NODE_RANK = "TILEFORGE_NODE_RANK"
-"""Environment variable with the node's index in the hosts file. If it is set, the rank is computed
-from this index and the local rank, because a rendezvous may number the nodes in a different
-order."""
+"""Environment variable with the node's index in the hosts file. If the variable is set, the rank is
+computed from this index and the local rank. A rendezvous may number the nodes in a different order.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,8 @@ class RankVariables:
     local_rank: str
     local_world_size: str
     only_with: str | None = None
-    """Variable that only this launcher sets; if it is missing, another program set the other
-    variables."""
+    """Variable that only this launcher sets. If this variable is missing, another program set the
+    launcher's other variables."""
 
     def are_in(self, env: Mapping[str, str]) -> bool:
         """Return whether this launcher started the process with this environment."""

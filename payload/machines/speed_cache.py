@@ -93,7 +93,7 @@ def torch_version() -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpeed:
-    """Time of a rank's micro-batch divided by the time of its matmuls at the GEMM peak."""
+    """Measured times of a rank's layers in addition to the matmuls at the GEMM peak."""
 
     threads: int = checked(low=1, high=2**20)
     """Threads of each rank. The ranks of all cores were measured at the same time."""
@@ -105,10 +105,10 @@ class LayerSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpeed:
-    """The measured speed of a rank, beside its GEMM peak."""
+    """The measured speed of a rank, in addition to the GEMM peak."""
 
     update_core_s: float
-    """As in `MachineSpeed`."""
+    """Seconds per weight and core of AdamW's update, as in `MachineSpeed`."""
     layers: LayerSpeed | None
     """None if the layers were not measured in the run's dtype."""
 
@@ -170,7 +170,7 @@ class MachineSpeed:
         return self.others_share <= MOST_OTHERS
 
     def is_current(self, now_unix: float) -> bool:
-        """Return False if the machine was busy and must be measured again."""
+        """Return False if other programs used the cores and the machine must be measured again."""
         return self.is_usable() or abs(now_unix - self.measured_unix) < _BUSY_S
 
     def date(self) -> str:
@@ -211,7 +211,7 @@ def refresh_speed(
 ) -> None:
     """Replace the GEMM peak in `dtype` that is known for `cores` cores; ignore a failure to write.
 
-    A run has not measured all values, so it creates no file.
+    A run measures only some of the values, so it never creates a new file.
     """
     with suppress(OSError, RuntimeError):
         key, folder = SpeedKey.of_this_machine(env, cores=cores), speed_folder(env)

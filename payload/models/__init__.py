@@ -1,1 +1,4 @@
-"""CONTRACT: a model's sizes and costs from its config.json, without torch. A folder per family."""
+"""CONTRACT: a model's sizes and costs from its config.json, without torch.
+
+Each family has a folder.
+"""

@@ -1,4 +1,5 @@
-"""Sizes and costs of a classifier: a language model whose output head has a row per label."""
+"""Sizes and costs of a classifier: a language model with an output head that has one row per
+label."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from payload.models.wrapper_spec import WrappedSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierSpec(WrappedSpec):
-    """A language model whose output head is a linear layer from the width to the labels."""
+    """A language model with a linear layer from the width to the labels as output head."""
 
     num_labels: int
 
@@ -26,7 +27,7 @@ class ClassifierSpec(WrappedSpec):
         )
 
     def is_tied(self) -> bool:
-        """Return True: the model has no separate output head."""
+        """Return True, because the model has no separate output head."""
         return True
 
     def head_rows(self) -> int:

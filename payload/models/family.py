@@ -2,8 +2,8 @@
 
 A family is a folder of this package with a `family.py` and a line in `registry.py`. `family.py` has
 a subclass of `Family` and its instance `FAMILY`. `read` returns the family's `ModelSpec`
-(`spec.py`). The layers use torch, which this package does not import. So the family only names the
-module that has its layers, in the attribute `tensors`.
+(`spec.py`). The layers use torch, which this package does not import. So a family only gives the
+name of the module with its layers, in the attribute `tensors`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Family(ABC):
         return self.read(raw, where=where)
 
     def reads_unknown_type(self, raw: Mapping[str, Any]) -> bool:
-        """Return whether this family reads this config.json, whose `model_type` no family lists."""
+        """Return whether this family reads a config.json with a `model_type` that no family
+        lists."""
         del raw
         return False
 

@@ -13,7 +13,7 @@ _SINGLE = (
     *("_token_id", ".add_bos_token", ".add_eos_token", ".add_space_prefix", ".chat_template"),
     *("tokenizer.ggml.model", "tokenizer.ggml.pre"),
 )
-"""Ends of tokenizer keys that must have a single value, although transformers accepts arrays."""
+"""Endings of tokenizer keys that must have a single value, although transformers accepts arrays."""
 FIX = "Use a folder in the Hugging Face layout, with safetensors."
 
 

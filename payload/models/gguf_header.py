@@ -65,14 +65,14 @@ _MAX_ITEMS = 2**10
 _MAX_FACTORS = 2**13
 _FLOAT = 6
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Names of the tensors that contain divisors of the rotary frequencies. Their contents belong to
+"""Names of the tensors that contain divisors of the rotary frequencies. These values become part of
 the config."""
 _FIX = "Download it again, or use a folder in the Hugging Face layout."
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """A metadata array; only the length of a long one is kept."""
+    """A metadata array. For a long array, only the length is kept."""
 
     length: int
     items: tuple[int | float | bool, ...] = field(default=(), repr=False, compare=False)
@@ -179,7 +179,7 @@ class _Reader:
         return tuple(_shortest(each) for each in found)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], TensorPlace]:
-        """Return name, shape, and the place in the data."""
+        """Return the name, shape and place of the next tensor in the header."""
         name, dims = self._string(), int(self._number("<I"))
         if not 1 <= dims <= 8:
             self._refuse(f"{shown(name)} has {dims} dimensions")

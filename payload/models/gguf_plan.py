@@ -1,6 +1,6 @@
 """Describes the part of a GGUF file that config.json determines: metadata and tensors.
 
-Export writes a file by this plan, and import reads a file by it.
+Both the export and the import of GGUF files follow this plan.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ class FileTensor:
 
     name: str
     sources: tuple[str, ...]
-    """Names of the tensors in the model; the matrices of experts become a stack."""
+    """Names of the source tensors in the model. Several names are the matrices of experts. In the
+    file, they become a stack."""
     shape: tuple[int, ...]
     """Shape in the file, rows first as in torch."""
     part: int = 0
     """Index of this part among `parts` equal parts of the source's rows."""
     parts: int = 1
     heads: int | None = None
-    """Number of heads whose rows llama.cpp reorders; None = the rows keep their order."""
+    """Number of heads, for a tensor in which llama.cpp reorders each head's rows; None = rows keep
+    their order."""
     is_transposed: bool = False
     """True if the model stores the matrix as (in, out)."""
     shift: float = 0.0
-    """Constant that is added to the model's values in the file."""
+    """Constant that is added to the model's values before they are written to the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,17 +55,16 @@ class GgufPlan:
     """Names of each module in the file, without the layer's prefix. If a module has several names,
     its rows are divided equally among the names."""
     rotated_heads: Mapping[str, int] = field(default_factory=dict)
-    """Projections whose rows llama.cpp reorders: number of heads by the end of the projection's
-    name."""
+    """Projections in which llama.cpp reorders the rows: number of heads by the end of the
+    projection's name."""
     prefix: str = ""
-    """Prefix of all tensor names in transformers, which some files omit."""
+    """Prefix of all tensor names in transformers. Some files omit this prefix."""
     norm_shift: float = 0.0
     """Constant that is added to the weight of every norm."""
     transposed: tuple[str, ...] = ()
     """Ends of the names of matrices that the Hugging Face layout stores as (in, out)."""
     rope_factors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """Additional tensors, which contain divisors of the rotary frequencies, by llama.cpp's names.
-    """
+    """Additional tensors by llama.cpp's names. They contain divisors of the rotary frequencies."""
     notes: tuple[str, ...] = ()
     """Differences in how other programs read the file, one sentence each."""
 
@@ -114,7 +115,8 @@ class GgufPlan:
 
 
 def _stacks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, ...]]:
-    """Return, for each tensor of the file, the model's tensors in it: one, or one per expert."""
+    """Return the model's tensors that form each tensor of the file: one tensor, or one per
+    expert."""
     found: dict[str, dict[int, str]] = {}
     for name in shapes:
         match = _EXPERT.search(name)

@@ -27,7 +27,7 @@ _MROPE = ("mrope_interleaved", "mrope_section")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopiedPart:
-    """A part of the model that training leaves as it is: a tower or a projector."""
+    """A part of the model that is not trained: a tower or a projector."""
 
     name: str
     params: int
@@ -78,13 +78,13 @@ class Whole:
         return replace(self, config=_with_tied(self.config, tied))
 
     def module_path(self, path: str) -> str:
-        """Return the path that a module of the text model has in the whole model."""
+        """Return the path in the whole model of a module of the text model."""
         if path.startswith("model."):
             return self.type.body + path.removeprefix("model.")
         return self.type.head if path == "lm_head" else path
 
     def text_path(self, path: str) -> str:
-        """Return the path that a module of the whole model has in the text model."""
+        """Return the path in the text model of a module of the whole model."""
         if path.startswith(self.type.body):
             return "model." + path.removeprefix(self.type.body)
         return "lm_head" if path == self.type.head else path
@@ -110,8 +110,8 @@ class Whole:
 def find_whole(raw: Mapping[str, Any], *, where: str) -> Whole | None:
     """Return the multimodal model that a config.json describes; None for other models.
 
-    Raises CheckpointError, naming `where`, without a text_config, and for a text model that
-    computes something else than the whole model.
+    Raises CheckpointError, naming `where`, if text_config is missing, or if the text model computes
+    something else than the whole model.
     """
     kind = raw.get("model_type")
     known = WHOLE_TYPES.get(kind) if isinstance(kind, str) else None

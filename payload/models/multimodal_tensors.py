@@ -34,7 +34,8 @@ class TextNames:
     head: str
 
     def text_name(self, name: str) -> str | None:
-        """Convert a tensor's name in the files to that in the text model; None for other parts."""
+        """Convert a tensor's name in the files to its name in the text model; None for other
+        parts."""
         if name.startswith(self.head):
             return "lm_head." + name.removeprefix(self.head)
         rest = name.removeprefix(self.body)
@@ -117,7 +118,7 @@ def model_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def with_tensors(whole: Whole, tensors: WholeTensors) -> Whole:
-    """Return the multimodal model with its parts counted.
+    """Return `whole` with the sizes of its copied parts, and with the tying that the tensors show.
 
     If the files have an output head, it is tied to the token embedding only if config.json says so
     explicitly, which loading verifies. As in transformers, a type's default then has no effect.

@@ -1,4 +1,4 @@
-"""The multimodal `model_type`s whose text model can be trained, and how each contains it.
+"""The multimodal `model_type`s with a text model that can be trained, and where that model is.
 
 Source: transformers 5.23, models/<model_type>/modeling_<model_type>.py.
 """
@@ -75,7 +75,7 @@ WHOLE_TYPES: Mapping[str, WholeType] = {
         },
     ),
 }
-"""The types, by the model_type of config.json."""
+"""The multimodal types, by the model_type of config.json."""
 
 
 # fmt: off
@@ -100,7 +100,7 @@ LOGIT_KEYS: Mapping[str, float | None] = {
     "logit_scale": 1.0,
     "logits_scaling": 1.0,
 }
-"""Keys of text models that change the logits, with the value that changes nothing."""
+"""Keys of text models that change the logits, each with its neutral value."""
 LOGIT_DEFAULTS: Mapping[str, tuple[str, float]] = {
     "cohere": ("logit_scale", 0.0625),
     "cohere2": ("logit_scale", 0.0625),
@@ -108,7 +108,8 @@ LOGIT_DEFAULTS: Mapping[str, tuple[str, float]] = {
     "nanochat": ("final_logit_softcapping", 15.0),
     "vaultgemma": ("final_logit_softcapping", 30.0),
 }
-"""Text types whose default of such a key changes the logits."""
+"""Text types for which the default of one of these keys changes the logits: the key and the
+default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ FAMILIES: Mapping[str, str] = {
     "qwen3_5": "payload.models.qwen3_5.family",
     "transformers": "payload.models.transformers.family",
 }
-"""The module of each family, which defines `FAMILY`. To add a family, add one line."""
+"""The module of each family. The module defines `FAMILY`. To add a family, add one line."""
 _OTHERS = "transformers"
 
 
@@ -45,13 +45,16 @@ def named_family(model_type: object) -> Family | None:
 
 
 def family_of_spec(spec: ModelSpec) -> Family:
-    """Return the family of a spec's model. Raises CheckpointError for an unknown family."""
+    """Return the family of the model that a spec describes.
+
+    Raises CheckpointError for an unknown family.
+    """
     raw = {**spec.config_read(), "model_type": spec.model_type}
     return family_of(raw, where=CONFIG_FILE)
 
 
 def family_name(spec: ModelSpec) -> str:
-    """Return the name that the family of a spec's model has in `FAMILIES`."""
+    """Return the name in `FAMILIES` of the model's family."""
     raw = {**spec.config_read(), "model_type": spec.model_type}
     own = named_family(spec.model_type) or _family_of_unknown_type(raw)
     named = zip(FAMILIES, families(), strict=True)
@@ -110,7 +113,7 @@ def read_spec(folder: Path) -> ModelSpec:
 def with_file_tensors(
     spec: ModelSpec, headers: Mapping[str, TensorHeader], *, where: str
 ) -> ModelSpec:
-    """Return the spec with its tensors counted, from all tensors of the model's files.
+    """Return the spec with the parameters counted from all tensors of the model's files.
 
     Raises CheckpointError, naming `where`, for a multimodal model without a known text model.
     """
@@ -162,7 +165,7 @@ def from_scratch(preset: str, **changes: object) -> ModelSpec:
 
 
 def layers_to_measure() -> ModelSpec:
-    """Return the spec of the two layers whose time is measured for predictions.
+    """Return the spec of the two layers that are measured to predict times.
 
     The layers have the default preset's width.
 

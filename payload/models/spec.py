@@ -23,8 +23,8 @@ _MOST_LOGITS = 160 * 10**6
 PROCESS_BYTES = 350 * 2**20
 
 EXPERT_BIASES = (".e_score_correction_bias", ".ffn.gate.bias")
-"""Ends of the names of biases that only choose experts: no parameters, and fp32 in every copy of
-the weights. The second one is DeepSeek-V4's."""
+"""Name endings of biases that only choose experts. These biases are not parameters, and are fp32 in
+every copy of the weights. The second ending is DeepSeek-V4's."""
 
 WHOLE_ACTIVATIONS = 12 / 28
 """Share of a layer's activations that every tensor rank holds in full: norms, residual stream."""
@@ -37,8 +37,8 @@ def logits_tokens(vocab_size: int) -> int:
     """Return how many tokens' logits the kernels compute at a time: a power of two, up to 2048.
 
     For a vocabulary of 50,257, the logits of a chunk take 206 MB in bf16. A larger vocabulary has
-    smaller chunks, whose logits take less than 320 MB: 1024 tokens for 151,936 rows, 512 for
-    262,144.
+    smaller chunks: 1024 tokens for 151,936 rows, 512 for 262,144. The logits of a chunk then take
+    less than 320 MB.
     """
     most: int = 2 ** (max(_MOST_LOGITS // vocab_size, 1).bit_length() - 1)
     return min(most, _MOST_LOGITS_TOKENS)
@@ -50,9 +50,9 @@ class GradientSize:
 
     elements: int
     kind: Literal["head", "matrix", "vector", "embedding"]
-    """`head`: a separate output head. `matrix`: a matrix of a layer; matmuls with these take most
-    of the backward pass. `vector`: norms and biases. `embedding`: looked up at the start of the
-    forward pass, so its gradient is the last one."""
+    """`head`: a separate output head. `matrix`: a matrix of a layer; matmuls with such matrices
+    take most of the backward pass. `vector`: norms and biases. `embedding`: looked up at the start
+    of the forward pass, so its gradient is complete last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,8 @@ class RankSetting:
     stages: int = 1
     """Number of pipeline stages, each with some of the layers."""
     micro_batches_kept: int = 1
-    """Number of micro-batches whose activations the first stage keeps; each later stage keeps one
-    less."""
+    """Number of micro-batches for which the first stage keeps activations. Each later stage keeps
+    one micro-batch less."""
 
     state_bytes: int = field(default_factory=default_state_bytes)
     """Bytes of optimizer state for a trained weight."""
@@ -152,7 +152,7 @@ class ModelSpec(ABC):
         return replace(self, vocab_size=rows)
 
     def config_read(self) -> Mapping[str, Any]:
-        """Return the config.json that was read, if it decides on the model's family."""
+        """Return the config.json that was read, if the family depends on it."""
         return {}
 
     @abstractmethod
@@ -179,8 +179,9 @@ class ModelSpec(ABC):
     def flops_per_token(self) -> int:
         """Return the floating-point operations of forward and backward for one token.
 
-        These are 6 per weight of a matmul, plus 12 x layers x heads x head width x sequence length
-        for full (not causal) attention. Source: PaLM, appendix B, https://arxiv.org/abs/2204.02311.
+        The count is 6 per weight of a matmul, plus 12 x layers x heads x head width x sequence
+        length for full (not causal) attention. Source: PaLM, appendix B,
+        https://arxiv.org/abs/2204.02311.
         """
 
     def recurrent_flops(self) -> int:
@@ -194,7 +195,8 @@ class ModelSpec(ABC):
     def checkpointed_memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory with activation checkpointing.
 
-        Each layer keeps its input in fp32; only one layer at a time has its other activations.
+        Each layer keeps its input in fp32. Only one layer at a time has its other activations in
+        memory.
         """
         whole, empty = (
             self.memory_bytes(each) for each in (setting, replace(setting, micro_batch_size=0))
@@ -210,10 +212,10 @@ class ModelSpec(ABC):
     def rank_memory_bytes(self, setting: RankSetting, *, checkpointed: bool = False) -> int:
         """Estimate a rank's peak memory, with the full model or with its shard.
 
-        A sharded rank has 1/N of the state. Two things are gathered in full at a time: the weights
-        outside the layers (and their gradients if trained), and one layer with its weights, its
-        gradients and both exchange buffers. At the end of the backward pass, the activations are
-        gone, and the weights outside the layers need the buffers.
+        A sharded rank has 1/N of the state. In addition, two parts are in memory in full: the
+        weights outside the layers (and their gradients if trained), and the weights, gradients and
+        exchange buffers of one layer. At the end of the backward pass, the activations are gone,
+        and the weights outside the layers need the buffers.
         """
         estimate = self.checkpointed_memory_bytes if checkpointed else self.memory_bytes
         if setting.tensor > 1 or setting.stages > 1:
@@ -283,9 +285,9 @@ class ModelSpec(ABC):
     def bf16_gradients(self, setting: RankSetting) -> tuple[bool, bool]:
         """Return whether the gradients of the layers' linears, and of the head, are in bf16.
 
-        They are in bf16 only if a gradient comes from a single bf16 matmul, which autocast would
-        round as well: with one rank and one micro-batch per step. Sums over micro-batches or ranks
-        are in fp32.
+        A gradient is in bf16 only if it comes from a single bf16 matmul: with one rank and one
+        micro-batch per step. Autocast would also round the result of such a matmul to bf16. Sums
+        over micro-batches or ranks are in fp32.
         """
         del setting
         return False, False
@@ -313,7 +315,10 @@ class ModelSpec(ABC):
         yield from ()
 
     def is_counted(self) -> bool:
-        """Return whether the parameters are counted; for some models config.json is not enough."""
+        """Return whether the parameters are counted.
+
+        For some models, config.json alone is not enough.
+        """
         return True
 
     def with_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> ModelSpec:
@@ -322,7 +327,7 @@ class ModelSpec(ABC):
         return self
 
     def note(self) -> str | None:
-        """Return a note on what the counts leave out, or None."""
+        """Return a note on operations or weights that the counts leave out, or None."""
         return None
 
     def linears(self) -> tuple[LinearSize, ...]:
@@ -375,9 +380,10 @@ class ModelSpec(ABC):
         )
 
     def rope_switch(self) -> int | None:
-        """Return the number of tokens above which all positions of a text are encoded differently.
+        """Return the text length in tokens above which all positions are encoded differently.
 
-        A longer text cannot continue from keys that were cached before. None = there is no limit.
+        When a text grows above this length, keys that were cached before cannot be
+        used any more. None = there is no limit.
         """
         return None
 
@@ -390,7 +396,10 @@ class ModelSpec(ABC):
         return self.vocab_size
 
     def task_head_size(self) -> int:
-        """Return the number of elements in a task's head, which is trained beside an adapter."""
+        """Return the number of elements in a task's head.
+
+        Such a head is trained in addition to an adapter.
+        """
         return 0
 
     def embedding_size(self) -> int:

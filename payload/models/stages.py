@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Layered(Protocol):
-    """The sizes and costs by which layers are divided into stages; see ModelSpec."""
+    """The sizes and costs that determine how layers are divided into stages; see ModelSpec."""
 
     def num_layers(self) -> int: ...
     def num_params(self) -> int: ...
@@ -19,10 +19,10 @@ class Layered(Protocol):
 
 
 def stage_layers(spec: Layered, stages: int) -> tuple[range, ...]:
-    """Return the layers of each stage, in order; each has at least one.
+    """Return the layers of each stage, in order; each stage has at least one layer.
 
     The head's matmuls are on the last stage, and the lookup in the token embedding costs nothing.
-    If several divisions are equally fast, the one with larger last stages is chosen, because
+    If several divisions are equally fast, the division with larger last stages is chosen, because
     earlier stages keep the activations of more micro-batches.
     """
     layers = spec.num_layers()
@@ -55,8 +55,8 @@ def slowest_share(spec: Layered, stages: int) -> float:
 def largest_stage(spec: Layered, stages: int) -> float:
     """Return the fraction of all weights that the largest stage holds.
 
-    The last stage has the head; if the head is the token embedding, the first stage also has a
-    copy.
+    The last stage has the output head. If the head is the token embedding, the first stage also has
+    a copy.
     """
     return max(stage_weights(spec, stages)) / spec.num_params()
 

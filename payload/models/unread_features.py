@@ -1,7 +1,8 @@
-"""Refuses a config.json that switches on a feature which transformers ignores for its model type.
+"""Refuses a config.json with a feature that transformers ignores for the file's model type.
 
-transformers accepts unknown keys without a message, so it would train a different model. Only
-features that leave the tensors' shapes unchanged are listed: others are found in the weights.
+transformers accepts unknown keys without a message, so training would use a different model. Only
+features that leave the tensors' shapes unchanged are listed. All other features are found by their
+tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ READERS: Mapping[str, frozenset[str]] = {
     "embedding_multiplier": _GRANITE | {"falcon_h1", "inkling_text"},
     "logits_scaling": _GRANITE | {"minicpm3"},
 }
-"""For each key that switches on a feature: the model types whose code in transformers reads the
+"""For each key that switches on a feature: the model types for which transformers' code reads the
 key."""
 _NEUTRAL: Mapping[str, float] = {
     "residual_multiplier": 1.0,
@@ -41,7 +42,7 @@ _NEUTRAL: Mapping[str, float] = {
     "embedding_multiplier": 1.0,
     "logits_scaling": 1.0,
 }
-"""Values of features that have no effect, beside 0, false and null."""
+"""Values with which a feature has no effect, in addition to 0, false and null."""
 WITHOUT_ROTARY = frozenset(
     {"biogpt", "bloom", "ctrl", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "openai-gpt"}
     | {"opt", "xglm"}

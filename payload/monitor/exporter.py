@@ -1,7 +1,7 @@
 """`python -m payload.monitor.exporter --run-dir RUN`: serve a run's metrics to Prometheus.
 
-The supervisor does the same in a thread if the run's [monitor] section enables it. The server
-listens only on 127.0.0.1. No other module imports prometheus_client.
+The supervisor also serves the metrics, in a thread, if the run's [monitor] section enables this.
+The server listens only on 127.0.0.1. No other module imports prometheus_client.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 ADDRESS = "127.0.0.1"
 SET_UP = Path(MONITORING_FOLDER)
-"""This folder exists if node-setup.sh has installed Prometheus on the head."""
+"""Folder that exists on the head if node-setup.sh has installed Prometheus."""
 
 
 class RunCollector:
@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the argument parser."""
+    """Return the parser of the command-line options."""
     made = argparse.ArgumentParser(
         prog=command("monitor.exporter"),
         description="Serve a run's metrics to Prometheus on 127.0.0.1 until stdin is closed. "

@@ -137,7 +137,7 @@ def _target(workspace: Path, name: str, address: str, labels: Mapping[str, str])
 def _backfill(
     exporter: Sequence[str], workspace: Path, *, env: Mapping[str, str], say: Say
 ) -> None:
-    """Load the history of the run into Prometheus; without promtool, the charts begin now."""
+    """Load the history of the run into Prometheus. Without promtool, the charts have no history."""
     promtool = shutil.which("promtool", path=env.get("PATH", os.defpath))
     if promtool is None:
         return

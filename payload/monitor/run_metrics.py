@@ -36,7 +36,8 @@ PREFIX = "tileforge_"
 _RECENT = 50
 _MOST_HISTORY = 5000
 _MOST = 1e18
-"""Larger values are dropped: an integer too large for a float would fail the entire scrape."""
+"""Limit above which values are dropped, because one integer too large for a float would fail the
+entire scrape."""
 _REST = "optimizer"
 PHASES = (*TIMED_PARTS, _REST)
 """Parts of a step; `optimizer` is the rest of the step: clipping, update, bookkeeping."""
@@ -128,7 +129,7 @@ class Sample:
 
 @dataclass(slots=True)
 class _Curve:
-    """Metrics from the rows of metrics.jsonl that were read so far."""
+    """The newest values in the rows of metrics.jsonl that were read so far."""
 
     step: Mapping[str, Any] | None = None
     evaluation: Mapping[str, Any] | None = None
@@ -299,7 +300,8 @@ class RunMetrics:
         return None
 
     def _step_unix(self, state: RunState) -> float:
-        """Return the Unix time of the end of the last step, or of the last start if it is later."""
+        """Return the Unix time of the end of the last step; if the last start is later, of that
+        start."""
         last = self._curve.step.get("time_unix") if self._curve.step else None
         return max(state.started_unix, last if isinstance(last, int | float) else 0.0)
 

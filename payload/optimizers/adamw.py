@@ -14,11 +14,11 @@ UPDATE_S_PER_WEIGHT = 2.4e-9
 cores took 0.15 s for GPT-2 124M (benchmarks/results/2026-11-22_step_epyc-2-cores.md)."""
 GPU_UPDATE_S_PER_WEIGHT = 28 / 300e9
 """The 28 bytes of a weight's update at 300 GB/s, the memory bandwidth in an L4's specification. The
-L4 is the slowest supported GPU; an H100 has eleven times that bandwidth. Not measured."""
+L4 is the slowest supported GPU; an H100 has eleven times the bandwidth. Not measured."""
 
 
 class AdamW(Optimizer):
-    """Trains all parameters with AdamW, or those that another optimizer leaves out."""
+    """Trains all parameters with AdamW, or the parameters that another optimizer leaves out."""
 
     state_bytes = 8  # Two moments in fp32.
     update_s = UPDATE_S_PER_WEIGHT

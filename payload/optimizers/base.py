@@ -1,9 +1,9 @@
 """CONTRACT: the interface of an optimizer, from a plan's estimates to the update on the ranks.
 
 An optimizer is one file of this package with a subclass of `Optimizer` and one instance,
-`OPTIMIZER`. Plans and checks read its costs and conflicts without torch, which only `build`
-imports. In a checkpoint, the state of a parameter consists of tensors with the parameter's shape
-and a 0-dimensional `step`. Our kernels update the parameters of torch's AdamW.
+`OPTIMIZER`. Plans and checks read an optimizer's costs and conflicts without torch. Only `build`
+imports torch. In a checkpoint, the state of a parameter consists of tensors with the parameter's
+shape and a 0-dimensional `step`. This project's kernels update the parameters of torch's AdamW.
 """
 
 from __future__ import annotations
@@ -79,12 +79,13 @@ class Optimizer(ABC):
         return file_name(self)
 
     def takes(self, *, is_layer_matrix: bool) -> bool:
-        """Return whether this optimizer trains a parameter; called only if `beside` is set."""
+        """Return whether this optimizer trains a parameter. Called only if `beside` is set."""
         del is_layer_matrix
         return True
 
     def conflict(self, setting: str, *, splits: Split) -> str | None:
-        """Return why the optimizer conflicts with `setting` (which splits weights), or None."""
+        """Return why the optimizer conflicts with `setting`, a setting that splits weights; or
+        None."""
         del setting, splits
         return None
 

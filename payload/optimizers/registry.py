@@ -20,7 +20,10 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Optimizer:
-    """Return the optimizer `name`. Raises ConfigError with the available names if it is unknown."""
+    """Return the optimizer `name`.
+
+    For an unknown name, raises ConfigError with the available names.
+    """
     known = names()
     if name not in known:
         raise ConfigError(f"optimizer.name = {name!r}: choose one of {', '.join(known)}.")

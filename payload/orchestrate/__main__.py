@@ -69,7 +69,7 @@ def _resolved(runs_dir: str | None) -> Path:
 
 
 def _check_run_ids(arguments: argparse.Namespace, takes_address: Sequence[str]) -> None:
-    """Raise UsageError for a malformed run id; ids become paths."""
+    """Raise UsageError for a malformed run id. Run ids become parts of paths."""
     new, named = getattr(arguments, "run_id", None), list(getattr(arguments, "runs", ()))
     given = {name: getattr(arguments, name, None) for name in ("run", "resume")}
     if new is None and not named and all(each is None for each in given.values()):
@@ -91,7 +91,7 @@ def _check_run_ids(arguments: argparse.Namespace, takes_address: Sequence[str]) 
 
 
 def parser(only: str | None = None) -> CommandParser:
-    """Return the command line; if `only` is a command, only this command has its options."""
+    """Return the parser. If `only` is a command, no other command has options."""
     made = CommandParser(
         prog=command("orchestrate"),
         description="Build clusters; plan, start and follow training runs. Results go to stdout, "

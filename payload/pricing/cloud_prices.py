@@ -53,7 +53,7 @@ class _Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskPrice:
-    """Hourly price of one disk in dollars."""
+    """Price of one disk in dollars per hour."""
 
     usd: float
     is_upper_bound: bool

@@ -17,7 +17,7 @@ from payload.pricing.cloud_prices import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BilledResources:
-    """Resources of a cluster that are billed by the hour; traffic, logs and buckets are extra."""
+    """Resources of a cluster that are billed by the hour, without traffic, logs and buckets."""
 
     machine_type: str
     node_count: int
@@ -31,12 +31,12 @@ class BilledResources:
     filestore_gib: int = 0
     """Size of the Filestore instance; 0 for none."""
     unlisted: tuple[str, ...] = ()
-    """Billed resources whose prices are not in the tables."""
+    """Billed resources without a price in the tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Dollars an hour; None if a price is unknown."""
+    """Costs in dollars per hour; None if a price is unknown."""
 
     machine: float | None
     """Cost of one machine without its disk."""

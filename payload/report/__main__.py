@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare_parser() -> CommandParser:
-    """Return the command line of `compare`."""
+    """Return the parser of `compare`."""
     made = CommandParser(
         prog=f"{program_name()} compare",
         description="Print a table with the results of several runs and the settings in which they "
@@ -78,7 +78,7 @@ def _add_runs_dir(made: CommandParser) -> None:
 
 
 def parser() -> CommandParser:
-    """Return the argument parser."""
+    """Return the parser of the command-line options."""
     made = CommandParser(
         prog=command("report"),
         description="Write a run's report: one HTML page with result, curves, time, cost, data and "

@@ -66,7 +66,8 @@ COMPARED: Sequence[Compared] = (
 
 
 def compared(runs: Sequence[Run]) -> list[tuple[Compared, Sequence[Sourced], set[int]]]:
-    """Return each row for which a run has a value, with all values and the indices of the best."""
+    """Return each row for which a run has a value, with all values and the indices of the best
+    value."""
     of_one_task = have_equal_tasks(runs)
     rows: list[tuple[Compared, Sequence[Sourced], set[int]]] = []
     for row in COMPARED:
@@ -79,7 +80,8 @@ def compared(runs: Sequence[Run]) -> list[tuple[Compared, Sequence[Sourced], set
 
 
 def have_equal_tasks(runs: Sequence[Run]) -> bool:
-    """Return True if the runs have the same task, data and length: then losses are comparable."""
+    """Return True if the runs have the same task, data and sequence length, so losses are
+    comparable."""
     return all(_task_of(run) == _task_of(runs[0]) for run in runs[1:])
 
 

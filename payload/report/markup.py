@@ -1,4 +1,4 @@
-"""Renders HTML from untrusted text: jinja2 escapes every value, and numbers name their source.
+"""Renders HTML from untrusted text. jinja2 escapes every value, and each number names its source.
 
 Each number has the attributes `data-source` (such as `summary.json#steps`) and `data-value` (JSON).
 With these, a test or a script can compare the page with the files of the run.

@@ -23,7 +23,7 @@ class Prediction:
     predicted: Sourced
 
     def difference(self) -> str:
-        """Return the relative difference like `+12 %`; empty if a value is unknown."""
+        """Return the relative difference as text, such as `+12 %`; empty if a value is unknown."""
         measured, predicted = self.measured.value, self.predicted.value
         if not measured or not predicted:
             return ""

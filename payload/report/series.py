@@ -76,7 +76,8 @@ def curves(run: Run) -> dict[str, Any]:
 
 
 def timeline(run: Run) -> dict[str, Any] | None:
-    """Return when the run trained, evaluated, failed and restarted, in seconds since its start."""
+    """Return the times, in seconds since the start, at which the run trained, evaluated, failed and
+    restarted."""
     events = run.state.get("events", ())
     times = [(_time_of(row), row) for row in run.rows if _time_of(row)]
     if not times and not events:
@@ -109,7 +110,7 @@ def timeline(run: Run) -> dict[str, Any] | None:
 
 
 def heat(run: Run) -> dict[str, Any] | None:
-    """Return, by ranges of steps, the fraction of time that each rank waited; None if unknown."""
+    """Return the fraction of time that each rank waited, for ranges of steps; None if unknown."""
     found = run.timed_steps
     if not found:
         return None

@@ -74,7 +74,7 @@ class Run:
 
     @cached_property
     def config(self) -> RunConfig:
-        """Return the settings of run.toml, or of a checkpoint if run.toml is damaged."""
+        """Return the settings of run.toml; if run.toml is damaged, the settings of a checkpoint."""
         return known_config(self.paths)
 
     @cached_property

@@ -51,7 +51,7 @@ def _fitted(lines: Sequence[list[str]], *, width: int) -> Iterator[list[list[str
 
 
 def _shortened(cell: str, most: int) -> str:
-    """Return the cell with its middle left out; a path and a run id differ at their ends."""
+    """Return the cell with its middle left out, because paths and run ids differ at their ends."""
     if len(cell) <= most:
         return cell
     after = (most - 3) * 2 // 3

@@ -70,9 +70,9 @@ def track(run: Run, *, live: bool, say: Callable[[str], None], named: Collection
 
     With `live`, new rows are sent until stdin is closed. Otherwise the run has ended, and its
     results and report page are also sent. A failure is logged and disables only that tracker.
-    Trackers that can upload the run are left out unless this user approved them, in `named` or at
-    the start of the run. Raises ConfigError, for example if all trackers of an ended run are left
-    out.
+    Trackers that can upload the run are left out, except trackers that this user approved in
+    `named` or at the start of the run. Raises ConfigError, for example if all trackers of an ended
+    run are left out.
     """
     installed = installed_trackers(run.config.track.to)
     names = _allowed(run, installed, named=named, say=say)

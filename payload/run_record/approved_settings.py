@@ -1,9 +1,10 @@
 """Records this user's approvals of settings with effects outside the run folder (named.json).
 
-A run folder may come from an untrusted source: a node, a store, a cloned project. Its author could
-choose data or a model on this machine, a different store, options for sbatch, a wait of weeks, no
-cost limit, or a tracker, and the next resume would use them. The record is valid only in the folder
-for which it was written, and only with a proof that was made with this user's key.
+A run folder may come from an untrusted source: a node, a store, a cloned project. The folder's
+author could choose data or a model on this machine, a different store, options for sbatch, a wait
+of weeks, no cost limit, or a tracker. The next resume would use these settings. The record is valid
+only in the folder for which it was written, and only with a proof that was made with this user's
+key.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _value(config: RunConfig, key: str) -> Any:
 def bounded_wait_s(paths: RunPaths, config: RunConfig, key: str) -> float:
     """Return the value of a setting for a waiting time, in seconds.
 
-    The value is capped at one hour unless this user approved a longer time on this machine.
+    The value is at most one hour, except for a longer time that this user approved on this machine.
     """
     wait_s = float(_value(config, key))
     if str(wait_s) in _read(paths).settings.get(key, ()):
@@ -125,7 +126,7 @@ def unapproved_settings(paths: RunPaths, settings: Mapping[str, str]) -> dict[st
 def _is_named(key: str, value: str, known: Collection[str]) -> bool:
     """Return True if this user approved the value, or, for a limit, an equal or higher value.
 
-    If no limit was ever approved for the run, the limit in its settings applies.
+    If no limit was ever approved for the run, the limit in the run's settings counts as approved.
     """
     if key not in _LIMITS:
         return _whole(key, value) in known
@@ -162,7 +163,8 @@ def record_approved(
     """Record the settings that this user approved for the run. Raises OSError.
 
     The run must already have an identity. `becomes` is the final run folder if `paths` will be
-    renamed. Without a signing key, as in a read-only home, the next resume needs approval again.
+    renamed. If no signing key can be created, as in a read-only home, the next resume needs
+    approval again.
     """
     merged = {key: set(values) for key, values in _read(paths).settings.items()}
     for key, value in settings.items():
@@ -173,7 +175,7 @@ def record_approved(
 
 
 def _read(paths: RunPaths) -> _Named:
-    """Return the record, or an empty one if this user did not sign it for this folder."""
+    """Return the record; an empty record if this user did not sign it for this folder."""
     with suppress(OSError, ConfigError):
         raw = parse_json(read_bytes(paths.named), where=str(paths.named))
         check_schema(raw, SCHEMA_VERSION, where=str(paths.named))

@@ -9,7 +9,7 @@ from payload.run_record.run_files import RankProgress, RunPaths, last_record
 START_PHASES = ("load", "calibration", "start", "kernels", "weights")
 """Phases of a rank before it trains, in this order."""
 SAVING_PHASES = ("sync check", "checkpoint", "end")
-"""Phases of a rank between its last micro-batch before a stop and its exit."""
+"""Phases of a rank after the last micro-batch before a stop, until the rank exits."""
 
 
 class CheckpointWatch:
@@ -25,7 +25,7 @@ class CheckpointWatch:
     def is_progressing(self) -> bool:
         """Return True if rank 0 is saving a checkpoint and its heartbeat has not stalled.
 
-        Call it often: the time since the last change is measured between calls.
+        Call this often: the time since the last change is measured between calls.
         """
         progress = _rank_0(self._paths)
         if progress is None or progress.phase not in SAVING_PHASES:
@@ -36,7 +36,7 @@ class CheckpointWatch:
 
 
 class GracePeriod:
-    """The time for ranks to save after their supervisor was killed; used on the head."""
+    """The time in which ranks can save after their supervisor was killed; used on the head."""
 
     def __init__(self, paths: RunPaths, *, grace_s: float, stall_timeout_s: float) -> None:
         """Start the clock. `grace_s` is the grace period of a normal stop."""

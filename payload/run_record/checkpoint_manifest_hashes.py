@@ -1,8 +1,8 @@
 """CONTRACT: records the SHA-256 hashes of checkpoint manifests, as the head wrote them.
 
-Every node of a cluster with a bucket can write to the run's store, so a manifest in the store
-proves nothing about its author. The head keeps these hashes on its local disk. Other machines
-receive these hashes only over SSH. The hashes are never uploaded to a store, or read from a store.
+Every node of a cluster with a bucket can write to the run's store, so a manifest in the store does
+not prove who wrote it. The head keeps these hashes on its local disk. Other machines receive these
+hashes only over SSH. The hashes are never uploaded to a store, or read from a store.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ManifestHash:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestHashes:
-    """manifest_hashes.json: hashes from all attempts, including those of removed checkpoints."""
+    """manifest_hashes.json: hashes from all attempts, also of removed checkpoints."""
 
     hashes: tuple[ManifestHash, ...] = checked((), max_items=MOST_HASHES)
     """One hash per checkpoint, the oldest step first."""
@@ -55,16 +55,18 @@ class ManifestHashes:
         return {each.checkpoint: each.sha256 for each in self.hashes}
 
     def is_gap(self, checkpoint: str) -> bool:
-        """Return True if earlier and later checkpoints have a hash, and this one lacks a hash.
+        """Return True if earlier and later checkpoints have a hash, and this checkpoint lacks a
+        hash.
 
-        The head has a hash of each checkpoint that it uploads, so it has not uploaded this one.
+        The head has a hash of each checkpoint that it uploads, so the head has not uploaded this
+        checkpoint.
         """
         steps = [checkpoint_step(PurePosixPath(each.checkpoint)) for each in self.hashes]
         step = checkpoint_step(PurePosixPath(checkpoint))
         return bool(steps) and min(steps) < step < max(steps) and step not in steps
 
     def merged(self, others: Iterable[ManifestHash]) -> ManifestHashes:
-        """Return the union, with the latest hash of each of the last MOST_HASHES checkpoints."""
+        """Return the union: for each of the last MOST_HASHES checkpoints, the latest hash."""
         latest: dict[str, ManifestHash] = {}
         for each in sorted((*self.hashes, *others), key=lambda each: each.time_unix):
             latest[each.checkpoint] = each

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from payload.run_record.metrics_log import EvalMetrics
 
 MOST_LABELS_LOGGED = 64
-"""metrics.jsonl leaves out a larger confusion matrix, because a line has a length limit."""
+"""Limit on the labels of a confusion matrix in metrics.jsonl, because a line has a length limit."""
 
 Confusion = Sequence[Sequence[int]]
 """Number of texts by true label (row) and predicted label (column)."""

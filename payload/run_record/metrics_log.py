@@ -35,8 +35,8 @@ _HELD_ROWS = 1_000_000
 _MOST_NAMES = 64
 _BYTES_PER_LIST = 64
 _MOST_SHORT_LISTS = 16
-"""Lists that a line may have in addition to one per `_BYTES_PER_LIST` bytes: a small confusion
-matrix has short lists."""
+"""Number of lists that a line may have, in addition to one list per `_BYTES_PER_LIST` bytes. The
+additional lists are for a small confusion matrix, which has short lists."""
 _MOST_READ_BYTES = 2**24
 _MAX_INTEGER = 2**63
 _MOST_SECONDS = 1e9
@@ -52,8 +52,8 @@ class RankTimes:
     """Mean seconds per step in each part, one entry per rank."""
 
     steps: int = checked(low=1)
-    """Number of steps over which the times are averaged; the last of them is the step of this
-    row."""
+    """Number of steps over which the times are averaged. The last of these steps is the row's
+    step."""
     data: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
     """Time for reading and collating samples."""
     forward: tuple[float, ...] = checked(low=0, high=_MOST_SECONDS)
@@ -166,7 +166,7 @@ def read_val_losses(path: Path) -> dict[int, float]:
 
 
 def is_better_than_untrained(val_losses: Mapping[int, float]) -> bool | None:
-    """Return True if a later step's loss is lower than that of step 0; None if one is missing.
+    """Return True if a later step has a lower loss than step 0; None if either loss is missing.
 
     `val_losses` maps steps to validation losses.
     """
@@ -178,7 +178,7 @@ def is_better_than_untrained(val_losses: Mapping[int, float]) -> bool | None:
 def untrained_is_best(val_losses: Mapping[int, float]) -> str | None:
     """Return a line with a remedy if no step of a run is better than step 0; otherwise None.
 
-    `val_losses` is by step.
+    `val_losses` maps steps to validation losses.
     """
     if is_better_than_untrained(val_losses) is not False:
         return None
@@ -242,7 +242,7 @@ class MetricsTail:
     """
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
-        """With `from_end`, skip the rows that exist now."""
+        """With `from_end`, skip the rows that the file has now."""
         self._path = path
         self._inode, self._offset = _identity(path) if from_end else (0, 0)
 

@@ -28,7 +28,7 @@ class Operator:
     name: str
     calls: int = checked(low=0)
     self_s: float = checked(low=0)
-    """Time in the operator itself, without the operators that it called."""
+    """Seconds in the operator itself, without other operators that it called."""
     total_s: float = checked(low=0)
 
 
@@ -39,7 +39,7 @@ class ProfileTable:
     step: int = checked(low=0)
     rank: int = checked(low=0)
     whole_s: float = checked(low=0)
-    """Total time of all operators, including those that are not listed."""
+    """Total seconds of all operators, including operators that are not listed."""
     trace: str
     """File name of the trace in the same folder, for https://ui.perfetto.dev or chrome://tracing."""
     operators: tuple[Operator, ...] = checked(max_items=1_000)

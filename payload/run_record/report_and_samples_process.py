@@ -1,7 +1,7 @@
 """CONTRACT: starts the processes that write a run's report and samples after the run.
 
-Orchestrate and the supervisor must not import the report. An error in the report must not fail the
-run.
+`payload.orchestrate` and the supervisor must not import the report. An error in the report must not
+fail the run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def write_report(
 ) -> str | None:
     """Write report.html into the run folder; return an error message, or None.
 
-    With `show`, a browser opens the report. The supervisor of the run sets `is_started_here`,
-    because a head has no record that this user approved the data folder.
+    With `show`, a browser opens the report. The run's supervisor sets `is_started_here`, because a
+    head has no record of this user's approval of the data folder.
     """
     options = [*(["--open"] if show else []), *(["--started-here"] if is_started_here else [])]
     try:
@@ -50,7 +50,7 @@ def add_samples(paths: RunPaths, *, say: Callable[[str], None] = lambda _line: N
     """Write samples.json and the report again; return an error message, or None.
 
     `say` receives a line for each model that generates. Ctrl-C stops only this work, and the
-    message reports it: the run itself has ended.
+    message reports the interruption. The run itself has ended.
     """
     try:
         process = _start(

@@ -55,7 +55,7 @@ def write_record(
 
 
 def write_heartbeat(path: Path, value: RankProgress) -> None:
-    """Overwrite the last heartbeat. Raises OSError as `write_record` does.
+    """Overwrite the last heartbeat with `value`. Raises OSError as `write_record` does.
 
     A rename over a file would make ext4 allocate the new blocks immediately (auto_da_alloc). This
     would take ten times as long as the rest of this function, and heartbeats come twice a second.
@@ -69,7 +69,7 @@ def _room(path: Path) -> Path:
 
 
 def _open_here(path: str, flags: int) -> int:
-    """Open a file without following a symlink, which might lead out of the run folder."""
+    """Open a file without following a symlink. A symlink might lead out of the run folder."""
     return os.open(path, flags | os.O_NOFOLLOW)
 
 

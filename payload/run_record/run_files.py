@@ -68,7 +68,7 @@ _T = TypeVar(
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:
-    """Paths of the files in a run folder; no other module contains the names of these files."""
+    """Paths of the files in a run folder; no other module contains the file names."""
 
     root: Path
 
@@ -189,7 +189,7 @@ class RunPaths:
 
     @property
     def supervisor_log(self) -> Path:
-        """logs/supervisor.log: the supervisor's output; empty unless the supervisor failed."""
+        """logs/supervisor.log: the supervisor's output; empty if the supervisor did not fail."""
         return self.logs / "supervisor.log"
 
     @property
@@ -251,7 +251,7 @@ class Summary:
     steps: int = checked(0, low=0)
     tokens: int = checked(0, low=0)
     missing_metrics: tuple[tuple[int, int], ...] = checked((), low=1)
-    """First and last step of each range of steps whose rows in metrics.jsonl are lost."""
+    """First and last step of each range of steps for which metrics.jsonl has lost the rows."""
     first_loss: float | None = None
     final_loss: float | None = None
     best_val_loss: float | None = None
@@ -274,10 +274,10 @@ class Summary:
     peak_flops_per_s: float | None = None
     """Measured peak FLOP/s of a matmul, summed over all ranks; None if not measured."""
     dequantized_per_s: float | None = None
-    """Number of weights that a rank dequantizes per second; None unless the base has 4 bits."""
+    """Number of weights that a rank dequantizes per second; None for a base that is not in 4
+    bits."""
     predicted_step_s: float | None = checked(None, low=0)
-    """Seconds per step, predicted by the calibration at the last start; None in older summaries.
-    """
+    """Seconds per step, predicted by the calibration at the last start; None in older summaries."""
     ready_unix: float | None = _seconds(None)
     """Time of the first step or evaluation after the last start, by rank 0's clock."""
     start_s: dict[str, float] = field(default_factory=dict)
@@ -295,7 +295,7 @@ class Summary:
     """Cost of the nodes over all attempts; None without prices."""
     usd_per_million_tokens: float | None = None
     store: StoreState | None = None
-    """State of the run's store; None without one."""
+    """State of the run's store; None without a store."""
     error: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -326,8 +326,8 @@ class RunState:
     failed_rank: int | None = None
     """The rank that caused the failure; None if no rank did."""
     supervisor_pid: int | None = checked(None, low=1)
-    """Process id of the supervisor; None if unknown, as in a state that was rebuilt from other
-    records."""
+    """Process id of the supervisor; None if unknown, for example after the state was rebuilt from
+    other records."""
     node: str | None = checked(None, pattern=NODE_NAME, wanted="a node name")
     """Name of the node that the supervisor runs on; None if unknown."""
     started_unix: float = _seconds()
@@ -347,7 +347,7 @@ class RunState:
     events: tuple[RunEvent, ...] = checked((), max_items=MOST_EVENTS)
     """Events of all attempts and resumes, the oldest first."""
     store: StoreState | None = None
-    """State of the run's store; None without one."""
+    """State of the run's store; None without a store."""
     schema_version: int = SCHEMA_VERSION
 
     def restarts(self) -> int:
@@ -431,8 +431,8 @@ Record: TypeAlias = Summary | RunState | StopRequest | RunJob | StoreState | Ran
 def latest_folder(runs_dir: Path) -> Path | None:
     """Return the run folder in `runs_dir` that the symlink `latest` names, or None.
 
-    Only the last part of the link's target is used: in a cloned project, the link could lead to any
-    folder.
+    Only the last path component of the link's target is used. In a cloned project, the link could
+    lead to any folder.
     """
     with suppress(OSError):
         name = (runs_dir / LATEST).readlink().name
@@ -443,7 +443,7 @@ def latest_folder(runs_dir: Path) -> Path | None:
 
 
 def point_latest_at(paths: RunPaths) -> None:
-    """Point the symlink `latest` at this run, unless its target is newer. Raises OSError."""
+    """Point the symlink `latest` at this run. A newer target stays. Raises OSError."""
     link = paths.root.with_name(LATEST)
     current = RunPaths(link).plan
     if current.exists() and current.stat().st_mtime_ns > paths.plan.stat().st_mtime_ns:
@@ -486,7 +486,8 @@ def read_json(cls: type[_T], path: Path) -> _T | None:
 def last_record(cls: type[_T], path: Path) -> _T | None:
     """Read a file that `write_json` wrote; return None if it is absent, damaged or not readable.
 
-    This is for callers that do not depend on the record, as a damaged file must not stop a run.
+    Callers use this function if they do not depend on the record, so that a damaged file does not
+    stop a run.
     """
     try:
         return read_json(cls, path)
@@ -514,8 +515,8 @@ def default_runs_dir(*, option: str = "--runs-dir", run: str = "") -> Path:
 def require_own_folders(paths: RunPaths) -> None:
     """Raise ConfigError if the run folder contains a symlink to a folder outside of it.
 
-    Otherwise a crafted run folder could make the program read, upload or overwrite any folder. The
-    run folder itself may be a symlink, because the user names that folder.
+    Through such a symlink, a crafted run folder could make the program read, upload or overwrite
+    any folder. The run folder itself may be a symlink, because the user names that folder.
     """
     for link in links_out(paths.root):
         with suppress(OSError):  # this user has no access

@@ -1,4 +1,4 @@
-"""CONTRACT: the identity of a run, which distinguishes it from other runs with the same name.
+"""CONTRACT: the identity of a run. It distinguishes runs with the same name.
 
 The identity is in the run folder (`identity.json`), in owner.json of the store and in trainer.json
 of each checkpoint. Records of runs with the same name but different identities are never merged.
@@ -38,11 +38,11 @@ class RunIdentity:
     identity: str | None = checked(None, pattern=PATTERN, wanted=WANTED)
     """128 random bits. None for a run of an older version that was never resumed."""
     store_token: str | None = checked(None, max_chars=64)
-    """The owner's token in a store that an older version wrote. Until the store has the identity,
-    the token shows that the store belongs to this run. Empty if the run was restored from a store
-    with an unreadable owner.json."""
+    """Token in the owner.json of a store that an older version wrote. Until the store has the
+    identity, this token shows that the store belongs to this run. Empty if the run was restored
+    from a store with an unreadable owner.json."""
     is_older: bool = False
-    """True for a run of an older version, whose first checkpoints have no identity."""
+    """True for a run of an older version. The first checkpoints of such a run have no identity."""
     schema_version: int = SCHEMA_VERSION
 
     def words(self) -> str:
@@ -138,10 +138,10 @@ def ensure_identity(
 def require_same_run(
     own: RunIdentity, found: RunIdentity, *, place: str, other: str, fix: str
 ) -> None:
-    """Raise ConfigError unless the records in `place` and `other` belong to the same run.
+    """Raise ConfigError if the records in `place` and `other` do not belong to the same run.
 
-    `fix` is the last sentence of the message. If an older version wrote `other`, it has no
-    identity, and the tokens of the owners are compared.
+    `fix` is the last sentence of the message. Records of an older version have no identity. For
+    such records in `other`, the owners' tokens are compared.
     """
     if own.identity is not None and own.identity == found.identity:
         return
@@ -157,7 +157,10 @@ def require_same_run(
 
 
 def _write(paths: RunPaths, settled: RunIdentity) -> RunIdentity:
-    """Write the file and return its identity; if another process wrote one first, keep that."""
+    """Write the file and return the identity.
+
+    If another process wrote the file first, keep that file.
+    """
     path = paths.identity
     require_file(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}.fresh")
@@ -176,7 +179,7 @@ def _write(paths: RunPaths, settled: RunIdentity) -> RunIdentity:
 
 
 def _token(paths: RunPaths) -> str | None:
-    """Return the token with which a run of an older version owns or owned its store."""
+    """Return the owner's token of a run of an older version in its store, or None."""
     stored = last_record(StoreState, paths.store_state)
     if stored is None:
         state = last_record(RunState, paths.state)

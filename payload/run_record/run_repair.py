@@ -1,7 +1,7 @@
-"""CONTRACT: recovers a run whose files are damaged.
+"""CONTRACT: recovers a run with damaged files.
 
 No damaged file of a run may keep a valid checkpoint from being resumed. A damaged record is rebuilt
-from the others, and anything that blocks the path of a file is moved aside.
+from other records, and anything that blocks the path of a file is moved aside.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def known_state(paths: RunPaths) -> RunState | None:
 
 
 def known_config(paths: RunPaths) -> RunConfig:
-    """Return the settings in run.toml or, if damaged, in the newest checkpoint, or the defaults.
+    """Return the settings of run.toml; if it is damaged, of the newest checkpoint, or the defaults.
 
     This is for commands that only show a run; a resume uses `config_to_resume`.
     """
@@ -94,7 +94,7 @@ def known_config(paths: RunPaths) -> RunConfig:
 
 
 def known_dtype(paths: RunPaths) -> Dtype | None:
-    """Return the dtype of the newest checkpoint that records it; None if no checkpoint does.
+    """Return the dtype of the newest checkpoint that records its dtype, or None.
 
     A resume with `precision.dtype = "auto"` keeps this dtype.
     """
@@ -196,7 +196,7 @@ def main(argv: Sequence[str]) -> int:
 def _ids_of(paths: RunPaths) -> set[str]:
     """Return the valid ids of the run: the folder's name, and the id in plan.json.
 
-    They differ if the folder was renamed.
+    The two ids differ if the folder was renamed.
     """
     planned = _id_in(paths.plan)
     return {paths.run_id} if planned is None else {paths.run_id, planned}

@@ -22,7 +22,7 @@ class StoreState:
     sent_bytes: int = checked(0, low=0)
     """Bytes uploaded since the start or resume."""
     sent_unix: float | None = checked(None, low=0, high=MAX_SECONDS)
-    """Time of the last upload; None before the first one."""
+    """Time of the last upload; None before the first upload."""
     waiting_checkpoints: int = checked(0, low=0)
     """Number of checkpoints on the head's disk that are not in the store yet."""
     waiting_bytes: int = checked(0, low=0)
@@ -32,7 +32,8 @@ class StoreState:
     failures: int = checked(0, low=0)
     """Number of uploads that failed after their retries."""
     lost: bool = False
-    """True if the run was resumed on a different machine, so this machine uploads nothing more."""
+    """True if the run was resumed on a different machine. This machine then uploads nothing
+    more."""
     is_idle: bool = False
     """True if the run has ended and every file that can be uploaded is in the store."""
     is_drained: bool = False

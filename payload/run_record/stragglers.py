@@ -18,12 +18,12 @@ from payload.core.validation.fields import checked
 from payload.run_record.metrics_log import rank_times
 
 _SLOW = 1.25
-"""A rank is slow if its work takes more than this many times as long as the other ranks' median. A
-rank with half the cores takes 2 times as long."""
+"""Ratio above which a rank is slow: the rank's work time divided by the other ranks' median. A rank
+with half the cores takes 2 times as long."""
 _WELL = 1.1
 """A slow rank counts as recovered below this ratio to the median."""
 _LEAST_S = 0.003
-"""A difference of fewer seconds is noise."""
+"""Smallest difference in seconds that counts. A smaller difference is noise."""
 _ROWS = 7
 _EPISODE_ROWS = 1000
 _STEPS = 5
@@ -44,7 +44,7 @@ class Straggler:
     """Last step of the episode; None if the rank is still slow, or was slow until the run ended."""
     work_s: float = checked(low=0)
     """Work time of the rank per step: `others_s` times a ratio. The ratio is the median, over the
-    slow steps, of the rank's work time divided by that of the other ranks. So the ratio is never
+    slow steps, of the rank's work time divided by the other ranks' work time. So the ratio is never
     below the threshold, even if steps differ much in length."""
     others_s: float = checked(low=0)
     """Median work time of the other ranks in the same steps."""
@@ -118,7 +118,7 @@ class StragglerWatch:
         """For each slow rank, the rows in which it was slow."""
 
     def add(self, row: Mapping[str, Any]) -> list[Straggler]:
-        """Return the episodes that begin or end with this row."""
+        """Return the episodes of slow ranks that begin or end with this row."""
         times = rank_times(row)
         if times is None or row["step"] <= _WARM_UP_STEPS or len(times.data) < 2:
             return []
@@ -188,7 +188,8 @@ class _Reported:
     is_slow: bool = False
     """True if the last report was that the rank is slow."""
     settle_steps: int = 0
-    """Number of steps without slowness after which the end of an episode is reported."""
+    """Number of steps in which the rank must not be slow before the end of an episode is
+    reported."""
     remind_steps: int = _REMIND_STEPS
     remind_at: int = 0
 
@@ -198,10 +199,10 @@ class StragglerNews:
 
     The start of a rank's first episode is reported immediately. On a busy machine, ranks take turns
     being slow for a moment. Therefore, from the second episode on, an end is reported only if the
-    rank has not been slow for a number of steps, which doubles each time. Episodes in between are
-    counted. A rank that stays slow is reported again after a number of steps, which also doubles.
-    This gives about 20 lines per rank in 100,000 steps. If a rank is slow, the last line about it
-    always reports that.
+    rank has not been slow for a number of steps. This number doubles with each episode. Episodes in
+    between are counted. A rank that stays slow is reported again after a number of steps, which
+    also doubles. This gives about 20 lines per rank in 100,000 steps. While a rank is slow, the
+    last report about the rank always says that it is slow.
     """
 
     def __init__(self) -> None:

@@ -22,8 +22,8 @@ class TaskMetric:
     better: Literal["low", "high"]
     text: Callable[[float], str]
     tells: str | None = None
-    """Key that only rows of this metric's task have; None if every row with `row_key` belongs to
-    the task."""
+    """Key that shows the task: only rows of the metric's task have this key. None if every row with
+    `row_key` belongs to the task."""
 
 
 def _percent(value: float) -> str:
@@ -94,7 +94,7 @@ def named_metrics(found: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def confusion_of(row: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
-    """Return the confusion matrix of an evaluation's row; empty if it has no valid one."""
+    """Return the confusion matrix of an evaluation's row; empty without a valid matrix."""
     rows = row.get("val_confusion")
     if not isinstance(rows, list | tuple) or not all(isinstance(each, list) for each in rows):
         return ()

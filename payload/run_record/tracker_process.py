@@ -28,12 +28,12 @@ def wanted_trackers(to: Sequence[str]) -> tuple[str, ...]:
 
 
 def installed_trackers(to: Sequence[str]) -> tuple[str, ...]:
-    """Return the requested trackers whose packages are installed."""
+    """Return the requested trackers that have installed packages."""
     return tuple(name for name in wanted_trackers(to) if _is_installed(name))
 
 
 def missing_notes(config: RunConfig) -> list[str]:
-    """Return a line for each tracker whose package is not installed."""
+    """Return a line for each tracker without its package."""
     missing = set(wanted_trackers(config.track.to)) - set(installed_trackers(config.track.to))
     return [
         f"note: track.to = {name}: its package is not installed, so the run continues without it. "

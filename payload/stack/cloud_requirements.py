@@ -26,7 +26,7 @@ _CONTINENTS = {
     **{"asia": "asia", "in": "asia", "au": "australia"},
 }
 UNLISTED = {"tier1": "Tier_1 bandwidth", "confidential": "confidential computing"}
-"""Settings of a stack that cost money, but whose prices are not in the tables."""
+"""Settings of a stack that cost money but have no price in the tables."""
 
 # The compute quotas also count pd-balanced as SSD.
 _DISK_QUOTAS = {
@@ -65,7 +65,7 @@ class CloudRequirements:
     kms_key: str = ""
     """Name of the customer-managed key; empty for Google's keys."""
     unlisted: tuple[str, ...] = ()
-    """Further billed resources, whose prices are not in the tables."""
+    """Further billed resources without a price in the tables."""
     grants_key: bool = True
     """True if `up` grants Google's services the use of the key."""
 
@@ -77,7 +77,10 @@ class CloudRequirements:
 
     @property
     def needs_regional_key(self) -> bool:
-        """Return whether the key must be regional, which all resources except disks require."""
+        """Return whether the key must be regional.
+
+        All resources except disks require a regional key.
+        """
         return self.makes_bucket or self.has_filestore
 
     @property
@@ -91,7 +94,10 @@ class CloudRequirements:
         return self.machine_type.partition("-")[0].upper()
 
     def family_quota(self) -> str:
-        """Return the name of the family's regional quota, which only families up to C3 have."""
+        """Return the name of the family's regional quota.
+
+        Only families up to C3 have such a quota.
+        """
         return f"{self.family}_CPUS"
 
     def key_users(self, project_number: str) -> tuple[str, ...]:
@@ -139,7 +145,8 @@ class CloudRequirements:
         return ("compute", "iam", *iap, *bucket, *dns, *file, *key)
 
     def quotas(self, *, vcpus_per_node: int) -> list[tuple[Scope, tuple[str, ...], float]]:
-        """Return for each quota the scope, the metrics by preference, and the required amount."""
+        """Return each quota's scope, the names of its metric by preference, and the required
+        amount."""
         vcpus = float(self.node_count * vcpus_per_node)
         family = self.family_quota()
         # If a project has no quota for preemptible CPUs, spot machines use the on-demand quota.
@@ -164,7 +171,7 @@ class CloudRequirements:
         return needed
 
     def _gpu_quotas(self) -> list[tuple[Scope, tuple[str, ...], float]]:
-        """Return the quotas of GPUs, which are separate for spot machines.
+        """Return the quotas for GPUs. Spot machines have separate quotas.
 
         https://cloud.google.com/compute/resource-usage#gpu_quota
         """
@@ -198,8 +205,8 @@ def key_location_fits(location: str, *, region: str, regional: bool) -> bool:
 
 
 def _named(default: str | tuple[str, ...], *, key: str) -> Any:
-    """Declare a setting whose value is inserted into a cloud API request, so it must be a valid
-    name."""
+    """Declare a setting that must be a valid name, because it is inserted into cloud API
+    requests."""
     fix = f"pulumi config set {key} NAME"
     return checked(default, key=key, pattern=CLOUD_NAME, wanted="a name", fix=fix)
 
@@ -210,8 +217,10 @@ def _whole(default: int, *, key: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Settings:
-    """Settings that the requirements depend on; `up` also checks limits that are missing from this
-    class."""
+    """The settings that the requirements depend on.
+
+    `up` also checks limits that this class lacks.
+    """
 
     machine_type: str = _named(DEFAULTS.machine_type, key="machineType")
     node_count: int = _whole(DEFAULTS.node_count, key="nodeCount")

@@ -63,7 +63,7 @@ def known_cluster_identity(folder: Path, cluster: str) -> str | None:
 
 
 def recorded_cluster_identity(folder: Path, cluster: str) -> tuple[str | None, bool]:
-    """Return the identity in the folder's file, and True if it has this user's signature.
+    """Return the identity in the folder's identity.json, and True if this user has signed the file.
 
     Without a file, there is no identity. Raises ConfigError if the file is damaged.
     """
@@ -74,7 +74,8 @@ def recorded_cluster_identity(folder: Path, cluster: str) -> tuple[str | None, b
 
 
 def accept_cluster_identity(folder: Path, cluster: str) -> None:
-    """Sign the identity in the folder's file, after the user confirmed to own the cluster."""
+    """Sign the identity in the folder's identity.json, after the user has confirmed the
+    ownership."""
     path = _path(folder, cluster)
     found = _read(path)
     if found is not None:
@@ -91,10 +92,10 @@ def resolve_cluster_identity(
 ) -> str:
     """Return the identity of the cluster that is built from `folder`; create it if it is missing.
 
-    `told` are the identities in the stack's state, which take precedence over identity.json.
-    `stack` is the current stack. If only the file has the identity, it is returned without a new
-    signature. Without `writes`, as in a preview, no file is written. Raises ConfigError if another
-    stack of this folder builds a cluster with this name.
+    `told` has the identities in the stack's state. These identities take precedence over
+    identity.json. `stack` is the current stack. If only the file has the identity, it is returned
+    without a new signature. Without `writes`, as in a preview, no file is written. Raises
+    ConfigError if another stack of this folder builds a cluster with this name.
     """
     path = _path(folder, cluster)
     found = _read(path)

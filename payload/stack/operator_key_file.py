@@ -26,7 +26,7 @@ def operator_key_path(root: Path, *, cluster: str) -> Path:
 
 
 def make_operator_key(path: Path) -> str:
-    """Return the public half of the key at `path`, which is created if it is missing.
+    """Return the public half of the key at `path`; create the key if it is missing.
 
     The key has mode 0600 in a folder of mode 0700, and can have a passphrase. Raises ConfigError if
     the key is not private to this user, or is not an OpenSSH private key.
@@ -119,7 +119,8 @@ def _clear_half(private: bytes) -> bytes:
 def require_private(path: Path) -> None:
     """Raise ConfigError if a cluster's key belongs to another user or is readable by others.
 
-    The key may have been copied with the folder, so that other users own a copy of it.
+    The key may have been copied together with the folder. Other users could then own a copy of the
+    key.
     """
     found = path.stat()
     mode = stat.S_IMODE(found.st_mode)

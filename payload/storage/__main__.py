@@ -107,7 +107,8 @@ def _run_of(arguments: argparse.Namespace) -> tuple[RunPaths, StoreAddress]:
     """Return the run's folder and its address in the store.
 
     Raises ConfigError if the folder contains a linked folder, or if only the run's own settings
-    name the store. Otherwise a copied run folder could make this program write to any path.
+    name the store. Without this check, a copied run folder could make this program write to any
+    path.
     """
     paths = RunPaths(arguments.run_dir.resolve())
     require_own_folders(paths)
@@ -131,7 +132,7 @@ def _say(line: str) -> None:
 
 
 def parser() -> CommandParser:
-    """Return the command line."""
+    """Return the parser of the command-line options."""
     made = CommandParser(
         prog=command("storage"),
         description="Check, list, upload or restore a run's results in a bucket "

@@ -35,9 +35,10 @@ _PART_BYTES = 32 * 2**20
 """Bytes of one request of a resumable upload or a download."""
 _T = TypeVar("_T")
 _FETCHES = 3
-"""Attempts to download an object: the network may damage the data, which a checksum detects."""
+"""Attempts to download an object. A checksum detects data that the network has damaged."""
 _WRITE_ID = "tileforge-write"
-"""Metadata key for a random id of each write, by which a writer recognises its own object."""
+"""Metadata key for a random id of each write. By this id, a writer recognises the object that it
+wrote."""
 _QUERY = re.compile(r"\?[^\s'\")>]+")
 _STAND_IN = "STORAGE_EMULATOR_HOST"
 """Environment variable in which Google's client finds the address of an emulator. No credentials
@@ -47,7 +48,10 @@ _REFUSED = "invalid_grant"
 
 
 class BucketStore:
-    """Objects in a bucket below a prefix. Threads can share it; each has its own connection."""
+    """Objects in a bucket below a prefix.
+
+    Threads can share this object; each thread has a separate connection.
+    """
 
     def __init__(self, address: StoreAddress, *, timeout_s: float, retry_s: float) -> None:
         """Prepare the login. Raises StoreRefusedError if the client or the login is missing."""
@@ -240,7 +244,7 @@ class BucketStore:
         return self._local.client
 
     def _or_node_account(self, fix: str) -> str:
-        """Return `fix`; for the default login, add the node's service account as alternative."""
+        """Return `fix`; for the default login, also name the node's service account."""
         return f"{fix}, or use the node's service account" if self._login.is_default else fix
 
     def _credentials_error(self, what: str, error: Exception) -> StoreRefusedError:
@@ -363,7 +367,7 @@ class _Libraries:
             KeyError,
             TypeError,
         )
-        """All errors of the client, including those for responses of an unexpected form."""
+        """All errors of the client, including errors for responses of an unexpected form."""
 
 
 _loaded: list[_Libraries] = []

@@ -1,7 +1,7 @@
-"""Checkpoints in a store. As on a disk, each is complete or absent.
+"""Checkpoints in a store. As on a disk, each checkpoint is complete or absent.
 
 The manifest is written last and removed first, and is never overwritten. Readers accept only
-checkpoints that have a manifest, and whose files match the sizes and hashes in it.
+checkpoints with a manifest and with files that match its sizes and hashes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from payload.storage.objects import (
 
 _NO_HASHES = ManifestHashes()
 _FETCHES = 3
-"""Attempts to download a file whose hash is wrong, as the network may have changed it."""
+"""Number of attempts to download a file with a wrong hash. The network may have changed the
+file."""
 
 
 class Upload:
@@ -89,9 +90,9 @@ class Upload:
         """Write the missing files, then the manifest.
 
         `may_write` is called before each write or removal, and raises to prevent it. `note_hash` is
-        called with the checkpoint's name and its manifest's hash, at a time when the store has no
-        other manifest of that name. Raises StoreError, and CheckpointError if the local files do
-        not match the manifest.
+        called with the checkpoint's name and the manifest's hash, while the store has no other
+        manifest of that name. Raises StoreError, and CheckpointError if the local files do not
+        match the manifest.
         """
         prefix = f"{CHECKPOINTS_NAME}/{self.name}/"
         stored = {entry.name: entry for entry in store.entries(prefix)}
@@ -128,7 +129,10 @@ class Upload:
         self.sent_bytes += len(content)
 
     def _put_manifest(self, store: ObjectStore, name: str, content: bytes) -> None:
-        """Write the manifest, unless an attempt whose response was lost has written it."""
+        """Write the manifest.
+
+        Skip the write if an earlier attempt succeeded but its response was lost.
+        """
         try:
             store.put(name, io.BytesIO(content), size=len(content), generation=ABSENT)
         except ConflictError:
@@ -142,7 +146,7 @@ class Upload:
         )
 
     def _require_unchanged(self, name: str) -> None:
-        """Raise CheckpointError for a damaged file, which must not be uploaded."""
+        """Raise CheckpointError for a damaged file. Damaged files must not be uploaded."""
         file = self._files[name]
         # The open file is read, because the folder may have been removed.
         if sha256_of(Path(f"/dev/fd/{file.fileno()}")) != self._manifest.files[name].sha256:
@@ -184,7 +188,7 @@ def stored_manifests(store: ObjectStore) -> dict[str, str]:
 def remove_checkpoints(
     store: ObjectStore, *, keep: Collection[str], may_write: Callable[[], None]
 ) -> None:
-    """Remove all checkpoints except `keep`, complete or not; their manifests are removed first."""
+    """Remove all complete and incomplete checkpoints except `keep`; manifests are removed first."""
     for name, objects in _checkpoint_objects(store).items():
         if name in keep:
             continue
@@ -206,8 +210,8 @@ def fetch_newest(
 ) -> Path | None:
     """Download the newest valid checkpoint to the folder `checkpoints`; return its path.
 
-    Checkpoints must belong to `run`, and their manifests must match the hashes in `known`, which
-    the head recorded. `passed_over` is called with each rejected checkpoint and the reason; `say`
+    Checkpoints must belong to `run`, and their manifests must match the hashes that the head
+    recorded (`known`). `passed_over` is called with each rejected checkpoint and the reason; `say`
     receives a line before each download. Returns None if the store has no valid checkpoint after
     `after_step`.
     """
@@ -232,9 +236,9 @@ def fetch_checkpoint(
 ) -> Path:
     """Download one checkpoint, verify it, then rename it into the folder `checkpoints`.
 
-    A valid local checkpoint is kept, as is a checkpoint that the trainer is writing. Raises
-    CheckpointError if the checkpoint is damaged, belongs to a different run or does not match its
-    hash in `known`, and PreflightError if the disk is full.
+    Valid local checkpoints, and a checkpoint that the trainer is writing, are kept. Raises
+    PreflightError if the disk is full. Raises CheckpointError if the checkpoint is damaged, belongs
+    to a different run, or does not match the hash in `known`.
     """
     target, partial = checkpoints / name, checkpoints / f"{name}.fetch{PARTIAL_SUFFIX}"
     prefix = f"{CHECKPOINTS_NAME}/{name}/"
@@ -279,7 +283,8 @@ _IF_RESUMED = (
 
 
 def _require_heads(name: str, manifest: bytes, known: ManifestHashes) -> None:
-    """Raise CheckpointError if the recorded hashes show that the head did not write `manifest`."""
+    """Raise CheckpointError if `manifest` is not from the head, according to the recorded
+    hashes."""
     wrote, found = known.by_name().get(name), hashlib.sha256(manifest).hexdigest()
     if wrote not in (None, found):
         raise CheckpointError(
@@ -308,8 +313,8 @@ def _require_sizes(store: StoreReader, manifest: Manifest, prefix: str) -> None:
 def _require_room(store: StoreReader, name: str, size: int, checkpoints: Path) -> None:
     """Raise PreflightError if `size` bytes do not fit on the disk.
 
-    Raises CheckpointError instead if the run's other checkpoints are much smaller: all checkpoints
-    of a run have the same tensors.
+    Raises CheckpointError instead if the run's other checkpoints are much smaller. All checkpoints
+    of a run have the same tensors, so a much larger checkpoint is invalid.
     """
     free = shutil.disk_usage(checkpoints).free
     if size <= free:

@@ -23,11 +23,12 @@ from payload.storage.objects import MissingObjectError, StoreReader, TooLargeErr
 _TRIES = 3
 _NAME = re.compile(r"\w[\w.-]{0,199}", re.ASCII)
 _REPLACED = ".replaced-"
-"""Suffix of a replaced data folder, before random digits. The folder is removed when unused."""
+"""Suffix of a replaced data folder, followed by random digits. The folder is removed once no
+process uses it."""
 
 
 def fetch_data(store: StoreReader, folder: Path, *, say: Callable[[str], None]) -> None:
-    """Download the data at the store's address to `folder`, unless it is up to date.
+    """Download the data at the store's address to `folder`, if the folder is not up to date.
 
     Raises DataError for data that is missing or does not match its meta.json.
     """
@@ -71,7 +72,7 @@ def fetch_data(store: StoreReader, folder: Path, *, say: Callable[[str], None]) 
 
 
 def _is_in_use(folder: Path) -> bool:
-    """Return True if a process that this user can see has mapped or opened a file of the folder."""
+    """Return True if a visible process of any user has mapped or opened a file of the folder."""
     folder = folder.resolve()
     processes = list(Path("/proc").glob("[0-9]*"))
     for process in processes:

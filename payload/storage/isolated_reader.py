@@ -1,8 +1,8 @@
-"""Read a store through a helper process, so that a hanging store cannot hang the caller.
+"""Reads a store through a helper process, so that a hanging store cannot block the caller.
 
-A process that reads a mount whose server is gone may be impossible to kill. The helper is `python
--m payload.storage serve`. It answers each request on its stdin with frames on its stdout: a line of
-JSON, followed by n bytes of content after `{"bytes": n}`.
+A process that reads a mount may be impossible to kill after the file server is gone. The helper is
+`python -m payload.storage serve`. It answers each request on its stdin with frames on its stdout: a
+line of JSON, followed by n bytes of content after `{"bytes": n}`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from payload.storage.opening import open_store
 _NOTE_S = 10.0
 _FOLDER_S = 60.0
 _BUCKET_S = 150.0
-"""Time limit for a bucket. It exceeds the client's two minutes, because the client's error has more
-details."""
+"""Time limit for a bucket. The limit exceeds the client's own limit of two minutes, because the
+client's error has more details."""
 _END_S = 0.2
 _READ_BYTES = 2**20
 _ERRORS: Mapping[str, type[TileforgeError]] = {
@@ -55,7 +55,7 @@ def watched_store(
     most_s: float | None = None,
     note_s: float = _NOTE_S,
 ) -> Iterator[StoreReader]:
-    """Yield a store for reading, which raises StoreError after `most_s` without an answer.
+    """Yield a store for reading. Its methods raise StoreError after `most_s` without an answer.
 
     After `note_s` without an answer, `say` receives a line. By default, `most_s` is a minute for a
     folder; for a bucket, it is longer than the timeout of Google's client. `env` is the helper's
@@ -98,7 +98,7 @@ class _WatchedStore:
         self._received = bytearray()
 
     def close(self) -> None:
-        """Kill the helper; if it hangs in the kernel, it ends only when its mount answers."""
+        """Kill the helper. A helper that hangs in the kernel ends only when the mount responds."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with suppress(OSError):

@@ -34,7 +34,7 @@ class MissingObjectError(StoreError):
 
 
 class TooLargeError(StoreError):
-    """An object exceeds its reader's limit, so it was not written by Tileforge."""
+    """An object exceeds the reader's size limit, so Tileforge did not write the object."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class StoreReader(Protocol):
         """List the objects whose names begin with `prefix`."""
 
     def groups(self) -> list[str]:
-        """List the first-level folders, whose names are the run ids."""
+        """List the first-level folders. Their names are run ids."""
 
     def siblings(self) -> list[str]:
         """List the first-level folders of the parent address."""
@@ -84,8 +84,8 @@ class ObjectStore(StoreReader, Protocol):
     ) -> StoredObject:
         """Write `size` bytes of `content` from its start.
 
-        With `generation`, raises ConflictError unless the object has that generation; `ABSENT`
-        means that the object does not exist.
+        With `generation`, raises ConflictError if the object has a different generation. The
+        generation `ABSENT` means that the object does not exist.
         """
 
     def remove(self, name: str, *, generation: int | None = None) -> None:

@@ -19,8 +19,8 @@ def open_store(
 ) -> ObjectStore:
     """Return the store at an address, without sending a request to it.
 
-    `timeout_s` is the timeout of one request, and `retry_s` the time in which it is retried. Raises
-    StoreRefusedError if the client is not installed.
+    `timeout_s` is the timeout of one request, and `retry_s` the time in which a request is retried.
+    Raises StoreRefusedError if the client is not installed.
     """
     if address.bucket is None:
         return FolderStore(address)

@@ -1,4 +1,4 @@
-"""The owner of a run in the store: the machine that started it, or last resumed it."""
+"""The owner of a run in the store: the machine that started or last resumed the run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def claim(
 ) -> None:
     """Become the run's owner; another claim with the same token has no effect.
 
-    `place` names the run's folder. Raises ConfigError for a new run whose id is already in the
+    `place` names the run's folder. Raises ConfigError if the id of a new run is already in the
     store, OtherRunError if the store has another run, and StoreError.
     """
     owner = Owner(token=token, host=host, since_unix=time.time(), identity=run.identity)

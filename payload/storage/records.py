@@ -50,7 +50,7 @@ class Records:
         self._sent_s: dict[str, float] = {}
 
     def send(self, store: ObjectStore, *, all_of_them: bool = False) -> int:
-        """Upload the changed files that are due, or all changed files.
+        """Upload the changed files that are due, or all changed files with `all_of_them`.
 
         Returns the number of bytes sent.
         """
@@ -88,7 +88,10 @@ class Records:
         return 0
 
     def _put(self, store: ObjectStore, name: str, content: io.BytesIO) -> None:
-        """Write an object, and overwrite only a generation that this machine has seen."""
+        """Write an object.
+
+        An existing object is overwritten only if this machine knows its generation.
+        """
         if self._generations is None:
             self._generations = {each.name: each.generation for each in store.entries()}
         generation = self._generations.get(name, ABSENT)

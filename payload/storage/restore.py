@@ -25,7 +25,8 @@ _TRY_S = 15.0
 TO_RESUME = tuple(
     path.name for path in (NAMES.config, NAMES.plan, NAMES.metrics, NAMES.state, NAMES.summary)
 )
-"""Records that a resume reads, without the inventory: the new machine has its own."""
+"""Records that a resume reads. The inventory is not one of them, because the new machine has its
+own."""
 
 
 def has_run(store: StoreReader) -> bool:
@@ -61,14 +62,15 @@ def fetch_run(store: StoreReader, paths: RunPaths) -> None:
 
 
 def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) -> Path | None:
-    """Download the store's newest checkpoint if it is newer than the local ones; return its path.
+    """Download the store's newest checkpoint if it is newer than all local checkpoints.
 
     Also downloads the run's records to the folder `restored`. The stored metrics replace the local
-    metrics if the stored ones have a later step. Returns None if a local checkpoint is at least as
-    new, or if there is no checkpoint yet. The last line that `say` receives states the result.
+    metrics if the stored metrics have a later step. Returns the path of the downloaded checkpoint;
+    None if a local checkpoint is at least as new, or without any checkpoint. The last line that
+    `say` receives states the result.
 
     Raises ConfigError if the store has a different run with this name. Raises StoreError if the
-    store fails, and if the run would lose its progress and start from scratch.
+    store fails, or if the run would start from scratch although it has made progress.
     """
     run = known_identity(paths)
     require_own_store(store, run, place=str(paths.root))
@@ -114,7 +116,8 @@ def restore(store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]) 
 
 
 def _require_same_store(store: StoreReader, paths: RunPaths, *, local: Path | None) -> None:
-    """Raise StoreError if the run is missing from the store, which may not be mounted."""
+    """Raise StoreError if the run is missing from the store, for example on a path that is not
+    mounted."""
     if has_run(store):
         return
     before = last_record(StoreState, paths.store_state)
@@ -131,7 +134,7 @@ def _are_damaged(names: Sequence[str]) -> str:
 
 
 def _take_metrics(paths: RunPaths) -> None:
-    """Replace the local metrics by the store's metrics if these have a later step."""
+    """Replace the local metrics by the store's metrics if the store's metrics have a later step."""
     restored = paths.restored.metrics
     if restored.is_file() and last_step(restored) > last_step(paths.metrics):
         restored.replace(paths.metrics)
@@ -151,7 +154,7 @@ def _fetch_best(
     newest: Path,
     say: Callable[[str], None],
 ) -> None:
-    """Also download the checkpoint with the lowest validation loss, which a run keeps."""
+    """Also download the checkpoint with the lowest validation loss, because a run keeps it."""
     last = checkpoint_step(newest)
     stored = {checkpoint_step(Path(name)): name for name in whole_checkpoints(store)}
     steps = [last, *(step for step in stored if step < last)]

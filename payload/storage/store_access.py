@@ -63,7 +63,8 @@ def resolve_results(config: RunConfig, *, bucket: str | None) -> RunConfig:
 
 
 def require_new_in_store(config: RunConfig, run_id: str, *, env: Mapping[str, str]) -> None:
-    """If a store is configured, test it from this machine with `check_store_access`."""
+    """Raise ConfigError or PreflightError if this machine cannot use a configured store for a new
+    run."""
     results = config.storage.address()
     if results is not None:
         check_store_access(results, env=env, new_run=run_id)
@@ -111,7 +112,7 @@ def check_command(
 
 
 def require_store_ok(status: int, stderr: bytes, *, where: str = "") -> None:
-    """Raise ConfigError or PreflightError unless the test of a store succeeded."""
+    """Raise ConfigError or PreflightError if the test of a store has failed."""
     if status == ExitCode.OK:
         return
     reason = last_line(stderr.decode(errors="replace"), otherwise="no reason given")

@@ -1,6 +1,6 @@
 """The process that uploads a run's results to the store during the run.
 
-Training never waits for this process, which reads the files that ranks write to the head's disk. If
+Training never waits for this process. It reads the files that ranks write to the head's disk. If
 the store fails, uploads are retried with exponential backoff, and one warning is logged.
 """
 
@@ -38,7 +38,7 @@ from payload.storage.records import Records
 _LOOK_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _OWNER_EVERY_S = 20.0
-"""Time between two checks that this machine still owns the run."""
+"""Time between two checks of whether this machine still owns the run."""
 
 
 class Uploader:
@@ -57,7 +57,8 @@ class Uploader:
     ) -> None:
         """Prepare uploads of the run at `paths` to `store`.
 
-        The newest `keep` checkpoints and the best one stay in the store; `say` receives log lines.
+        The newest `keep` checkpoints and the best checkpoint stay in the store; `say` receives log
+        lines.
         """
         self._paths = paths
         self._store = store
@@ -97,7 +98,7 @@ class Uploader:
         """Upload files as the run writes them; after a line in `commands`, finish all uploads.
 
         At the end of a run, the supervisor sends a line, waits until all files are uploaded,
-        completes the summary, and closes `commands`. Then this process uploads the last records.
+        completes the summary, and closes `commands`. This process then uploads the last records.
         """
         self._update_state()
         pause_s, next_s, ends_s = 0.0, 0.0, float("inf")
@@ -170,7 +171,7 @@ class Uploader:
             self._require_owner()
 
     def _identity(self) -> RunIdentity:
-        """Return the run's identity; a new one is recorded if it is missing."""
+        """Return the run's identity; record a new identity if the run has no identity."""
         with suppress(OSError):
             if self._paths.root.is_dir():
                 return ensure_identity(self._paths, is_new=self._is_new, say=self._say)
@@ -182,7 +183,10 @@ class Uploader:
         self._owner_checked_s = time.monotonic()
 
     def _send_checkpoints(self) -> None:
-        """Upload the checkpoints, newest first; older ones only if they still exist locally."""
+        """Upload the checkpoints, newest first.
+
+        Older checkpoints are uploaded if they still exist locally.
+        """
         while (folder := self._next()) is not None:
             if self._upload is None or self._upload.name != folder.name:
                 self._close_upload()
@@ -240,9 +244,10 @@ class Uploader:
             self._require_owner()
 
     def _current(self, name: str) -> set[str]:
-        """Return the stored checkpoints up to `name`, and the later ones that exist locally.
+        """Return the stored checkpoints up to `name`, and later checkpoints that also exist
+        locally.
 
-        Any other later checkpoint was saved before the run was resumed at an earlier step.
+        Other later checkpoints are outdated: they were saved before a resume at an earlier step.
         """
         local = {folder.name for folder in self._local_checkpoints()}
         return {each for each in self._in_store if _step(each) <= _step(name) or each in local}
@@ -268,7 +273,8 @@ class Uploader:
         return [folder for folder in folders if (folder / MANIFEST_FILE).is_file()]
 
     def _remove_old(self, newest: str) -> None:
-        """Remove the stored checkpoints except the newest, the best and the local ones."""
+        """Remove the stored checkpoints except the newest, the best and all that also exist
+        locally."""
         local = {folder.name for folder in self._local_checkpoints()}
         current = sorted(self._current(newest), key=_step)
         keep = {*current[-self._keep :], *(local & self._in_store.keys()), *self._best(current)}
@@ -305,7 +311,7 @@ class Uploader:
             self._upload = None
 
     def _update_state(self, **changes: Any) -> None:
-        """Write the changed state to storage.json, unless the run's folder was removed."""
+        """Write the changed state to storage.json, if the run's folder still exists."""
         changed = replace(self._state, **changes)
         self._state = replace(changed, updated_unix=time.time())
         with suppress(OSError):
@@ -314,7 +320,7 @@ class Uploader:
 
 
 def manifest_sha256(folder: Path) -> str | None:
-    """Return the hash of a checkpoint's manifest, or None if it is missing."""
+    """Return the hash of a checkpoint's manifest, or None if the manifest is missing."""
     with suppress(OSError):
         return sha256_of(folder / MANIFEST_FILE)
     return None

@@ -155,7 +155,7 @@ def _run_as_task(job: AgentJob, env: Mapping[str, str]) -> int:
     """Run the agent until it ends; on the head, forward a SIGTERM from Slurm to rank 0.
 
     With proctrack/cgroup, Slurm signals only this process; with other plugins, it also signals all
-    descendants. Rank 0 may thus get the signal twice, which has the same effect as one signal.
+    descendants. Rank 0 may thus get the signal twice. Two signals have the same effect as one.
     """
     requests: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _frame: requests.append(number))
@@ -188,7 +188,10 @@ def _run_as_task(job: AgentJob, env: Mapping[str, str]) -> int:
 
 
 def _stop_rank_0(run_dir: Path) -> bool:
-    """Send SIGTERM to rank 0, which stops all ranks; return False if rank 0 does not run yet."""
+    """Send SIGTERM to rank 0.
+
+    Rank 0 then stops all ranks. Return False if rank 0 does not run yet.
+    """
     progress = last_record(RankProgress, RunPaths(run_dir).rank_progress(0))
     return progress is not None and signal_process(progress.pid, signal.SIGTERM, run_dir=run_dir)
 

@@ -129,7 +129,7 @@ class Attempt:
     def reached_step(self) -> int | None:
         """Return the last step that this attempt has reached; None without any heartbeat.
 
-        metrics.jsonl is read as well, because a heartbeat may be half a second older.
+        metrics.jsonl is also read, because the last heartbeat may be half a second older.
         """
         finished = self._step_times.reached_step(began_at=self.began_at_step())
         return max((s for s in (finished, self._beats.steps()) if s is not None), default=None)
@@ -204,7 +204,7 @@ class Attempt:
         return Verdict(status="failed", exit_code=ExitCode.TRAINING, error=error)
 
     def _request_stop(self) -> bool:
-        """Send SIGTERM to rank 0, which stops all ranks after saving.
+        """Send SIGTERM to rank 0. Rank 0 then stops all ranks after saving.
 
         Returns False if rank 0 does not train yet: killing the ranks then loses no step.
         """

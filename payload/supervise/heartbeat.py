@@ -8,7 +8,7 @@ Reads one command per line. `ping` means that the supervisor is alive. `stop:PID
 process of the run; a repeated PID is ignored. `end:N` kills the run's processes on this node and
 adds `ended` (ids of processes that did not exit) and `asked` (N) to the output; a repeated N is
 ignored. Exits at the end of stdin. If the supervisor is silent for too long, this program kills the
-run's processes on this node, because no other process could.
+run's processes on this node, because no other process can do so.
 """
 
 from __future__ import annotations

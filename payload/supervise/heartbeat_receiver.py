@@ -1,6 +1,6 @@
 """Receives a node's heartbeats through ssh or srun, and reconnects when the connection breaks.
 
-The supervisor has one stream for every node except its own.
+The supervisor has one stream for every node except the node that it runs on.
 
 `wait_for_nodes` is where a replacement of a permanently lost node could be added. The function
 would request a new machine instead of failing, and the next attempt would read a new inventory,

@@ -1,6 +1,6 @@
 """Finds the processes of a run by an environment variable and by ancestry, and ends them.
 
-They include ranks whose supervisor was killed; such ranks save and end by themselves.
+The processes include ranks of a killed supervisor. Such ranks save and end by themselves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MEMORY, _VARIABLES_END = 23 - 3, 51 - 3
 
 
 def adopt_orphans() -> None:
-    """Make this process the new parent of every descendant whose parent ends (Linux)."""
+    """Make this process the new parent of descendants when their parents end (Linux)."""
     if sys.platform == "linux":
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
@@ -52,13 +52,14 @@ def die_with_parent(number: signal.Signals) -> Callable[[], None] | None:
 
 
 def processes_of(run_dir: Path) -> set[int]:
-    """Return the living processes of the run at `run_dir`, except this one."""
+    """Return the living processes of the run at `run_dir`, except this process."""
     found = _marked_in_proc(run_dir) if _PROC.is_dir() else _named_by_ps(run_dir)
     return found - {os.getpid()}
 
 
 def wait_until_none(run_dir: Path, *, timeout_s: float) -> set[int]:
-    """Wait at most `timeout_s` until the run's processes end; return those still alive."""
+    """Wait at most `timeout_s` until the run's processes end; return the ids of the processes that
+    are still alive."""
     deadline = time.monotonic() + timeout_s
     while (left := processes_of(run_dir)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -97,7 +98,7 @@ def reap_children() -> None:
 
 
 def signal_process(pid: int, number: signal.Signals, *, run_dir: Path) -> bool:
-    """Send `number` to `pid` if it is still a process of the run; return whether it was."""
+    """Send a signal to `pid` if it is still a process of the run; return True if it was sent."""
     return pid in processes_of(run_dir) and _send(pid, number)
 
 

@@ -1,6 +1,6 @@
 """`python -m payload.supervise.rank`: starts one rank with its cores, environment and log.
 
-It also records how the rank ended.
+The program also records how the rank ended.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _grace_period(paths: RunPaths) -> GracePeriod:
 
 
 def _record_child(status: int, *, rank: Rank, paths: RunPaths) -> int:
-    """Write an exit record for the program unless it wrote one itself; return its exit code."""
+    """Write an exit record if the program did not write one; return the program's exit code."""
     ended_by = -status if status < 0 else None
     exit_code = 128 + ended_by if ended_by else status
     if not paths.rank_exit(rank.rank).exists():

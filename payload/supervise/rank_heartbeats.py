@@ -51,7 +51,7 @@ class RankHeartbeats:
     ) -> None:
         """With `is_shared`, all nodes share one run folder, so nothing is copied.
 
-        The head node is this machine unless `streams` contains a stream for the head.
+        If `streams` has no stream for the head node, this machine is the head.
         """
         self._paths = paths
         self._ranks = ranks
@@ -102,16 +102,16 @@ class RankHeartbeats:
         return last.record if last else None
 
     def saving(self, *, within_s: float) -> bool:
-        """Return True while rank 0 saves and ends, if its last heartbeat is recent enough."""
+        """Return True if rank 0 saves and ends, by a heartbeat of the last `within_s` seconds."""
         ended = self._exits.get(0)
         failed = ended is not None and is_failure(ended)
         return not failed and self._shows(SAVING_PHASES, within_s=within_s)
 
     def writing(self, *, within_s: float) -> bool:
-        """Return True while rank 0 writes a checkpoint, if its last heartbeat is recent enough.
+        """Return True if rank 0 writes a checkpoint, by a heartbeat of the last `within_s` seconds.
 
         A thread of rank 0 may still write while the rank trains. In this case, the checkpoint's
-        folder has its temporary name.
+        folder still has a temporary name, and no heartbeat is needed.
         """
         if 0 in self._exits:
             return False
@@ -153,8 +153,8 @@ class RankHeartbeats:
         """Read the records of a rank on the head.
 
         On another machine than the head, the run's folder is shared, so progress is visible even if
-        the head's stream is silent. Exit records come only from the stream, which corrects for the
-        difference between the machines' clocks.
+        the head's stream is silent. Exit records come only from the stream. The stream corrects for
+        the difference between the machines' clocks.
         """
         progress = _read(RankProgress, self._paths, rank)
         if progress is not None:
@@ -165,7 +165,7 @@ class RankHeartbeats:
                 self._exits[rank] = ended
 
     def receive(self, node: str, message: Mapping[str, Any]) -> None:
-        """Process one message of a worker; it may still contain records of earlier attempts.
+        """Process one message of a worker; the message may contain records of earlier attempts.
 
         `skew_s` is the worker's wall clock minus the clock of this machine; `lag_s` is this
         machine's monotonic clock minus the monotonic clock of the worker.

@@ -1,7 +1,7 @@
 """Monitors the network folders that a run reads, and reports folders that do not answer.
 
 `python -m payload.supervise.shared_folders FOLDER` prints a line after each check. A check of a
-mount whose server is gone may never return, so each folder has its own process.
+mount may never return if the file server is gone, so each folder has its own process.
 """
 
 from __future__ import annotations

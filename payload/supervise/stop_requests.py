@@ -25,7 +25,7 @@ Stop = Literal["none", "graceful", "forced", "expired"]
 class Wakeups:
     """Counts signals and ends a sleep when a signal arrives.
 
-    Only the main thread may use it, with only one instance.
+    Only the main thread may use this class, with only one instance.
 
     Signal handlers only count; the caller acts after it wakes up. SIGINT counts once per key press.
     """
@@ -93,8 +93,8 @@ class Stopping:
     def next_action(self, *, saving: bool = False) -> Literal["stop", "kill"] | None:
         """Return the action for a new stop request, or for an old request that took too long.
 
-        A checkpoint that makes progress (`saving`) may take longer, unless a limit requested the
-        stop.
+        A checkpoint that makes progress (`saving`) may take longer, except after a stop that a
+        limit requested.
         """
         counts = self._wakeups.counts
         count = counts[signal.SIGTERM] + counts[signal.SIGINT] + counts[signal.SIGHUP]
@@ -124,7 +124,7 @@ class Stopping:
         return None
 
     def limit(self, limit_s: float) -> bool:
-        """Request a stop after `limit_s`; return False if an earlier limit applies."""
+        """Request a stop after `limit_s` seconds; return False if an earlier limit applies."""
         ends_s = time.monotonic() + limit_s
         is_earlier = ends_s < self._limit_at_s
         self._limit_at_s = min(self._limit_at_s, ends_s)

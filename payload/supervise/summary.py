@@ -21,9 +21,10 @@ def complete_summary(
 ) -> None:
     """Record in summary.json how the run ended.
 
-    A trainer that reached the end has written all other values itself. Otherwise, its summary is
-    from the start of the run. In this case the values are computed from metrics.jsonl, and `wall_s`
-    is the time of all attempts. The cost always comes from `state`. Raises OSError.
+    A trainer that reached the end has written all other values itself. Otherwise, the existing
+    summary.json is from the start of the run. In this case the values are computed from
+    metrics.jsonl, and `wall_s` is the time of all attempts. The cost always comes from `state`.
+    Raises OSError.
     """
     written = last_record(Summary, paths.summary)
     summary = replace(
@@ -45,7 +46,7 @@ def complete_summary(
 
 
 def _blank(paths: RunPaths, *, plan: LaunchPlan) -> Summary:
-    """Return the summary of a run whose rank 0 never wrote a summary."""
+    """Return the summary of a run for which rank 0 never wrote a summary."""
     return Summary(
         run_id=paths.run_id,
         status="failed",

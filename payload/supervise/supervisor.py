@@ -89,7 +89,7 @@ class Supervisor:
         self._folder_message = ""
         previous = known_state(paths)
         self._crashed = previous if previous is not None and previous.exit_class is None else None
-        """The state of the last supervisor if it was killed before the run ended."""
+        """The state that an earlier supervisor wrote, if it was killed before the run ended."""
         self._is_unknown = previous is None
         """True if the run folder has no readable state of the run."""
         self._spent_before_s = previous.spent_s if previous else 0.0
@@ -306,7 +306,7 @@ class Supervisor:
         return f"processes {sorted(left)} could not be ended" if left else None
 
     def _wait_for_folders(self) -> str | None:
-        """Wait until all shared folders answer; return an error message if one does not."""
+        """Wait until all shared folders answer; return an error message if a folder does not."""
         ends = time.monotonic() + _FOLDERS_RETURN_S
         while message := self._silent_folders():
             if time.monotonic() > ends or not self._pause(_PAUSE_TICK_S):
@@ -461,9 +461,9 @@ def _with_reason(verdict: Verdict, reason: str | None) -> Verdict:
 def hold_port(port: int) -> socket.socket:
     """Reserve `port` with a socket, so that only rank 0 can still listen on it.
 
-    The returned socket and the socket of rank 0 set SO_REUSEADDR, and this socket never listens. In
-    this case, Linux allows the second bind, but gives the port neither to outgoing connections nor
-    to a program that binds without the option. On other systems, the port is only checked and
+    Both the returned socket and rank 0's socket set SO_REUSEADDR, and the returned socket never
+    listens. Linux then allows rank 0 to bind, but does not give the port to outgoing connections or
+    to a program that binds without this option. On other systems, the port is only checked and
     released. Raises PreflightError if the port is in use.
     """
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

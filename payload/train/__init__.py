@@ -1,1 +1,1 @@
-"""The training program, which runs on every rank; all ranks train one model together."""
+"""The training program. It runs on every rank, and all ranks train one model together."""

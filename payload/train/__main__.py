@@ -107,7 +107,7 @@ class StopSignal:
     def __init__(self) -> None:
         self._presses = Presses()
         self.number: signal.Signals | None = None
-        """The signal received."""
+        """The signal that was received; None before."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._remember)
 
@@ -212,9 +212,9 @@ def _is_launched(run_dir: Path, env: Mapping[str, str]) -> bool:
 def _load_config(arguments: argparse.Namespace, *, is_launched: bool) -> RunConfig:
     """Return the run's settings.
 
-    Raises ConfigError if only the run folder's own settings name the data or the model, because the
-    author of the folder could choose any file of this machine. Raises UsageError if the options
-    name no run, or if the default folder `runs` is a link.
+    Raises ConfigError if only the run.toml in the run folder names the data or the model: the
+    author of the folder could name any file of this machine. Raises UsageError if the options name
+    no run, or if the default folder `runs` is a link.
     """
     path: Path | None = arguments.config
     if path is None and arguments.run_dir is None:
@@ -247,7 +247,7 @@ def _named(arguments: argparse.Namespace, config: RunConfig) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NewRun:
-    """Rank 0's message to the others: the id of a run started without a folder."""
+    """Rank 0's message to the other ranks: the id of a run that was started without a folder."""
 
     run_id: str = checked(pattern=RUN_ID, wanted="a run id")
 
@@ -263,7 +263,7 @@ def _set_up_logging(env: Mapping[str, str]) -> None:
 
 
 def parser() -> CommandParser:
-    """Return the command line."""
+    """Return the parser of the command-line options."""
     made = CommandParser(
         prog=command("train"),
         description="Train a model in this process, or on all ranks that a launcher started. A "

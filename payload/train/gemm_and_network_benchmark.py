@@ -1,4 +1,4 @@
-"""Measures this node: the GEMM peak, from which MFU is computed, and the network's speed.
+"""Measures this node's GEMM peak and the network's speed. MFU is computed from the GEMM peak.
 
 All ranks measure at the same time, each on its own cores, as in training.
 """
@@ -87,7 +87,10 @@ def calibrate(
 
 
 def _dequantized_per_s(world: World, dtype: Dtype) -> float:
-    """Return the weights that a rank dequantises per second: the mean with all ranks active."""
+    """Return the number of weights that a rank dequantises per second, as the mean over the ranks.
+
+    All ranks measure at the same time.
+    """
     linear = QuantizedLinear(nn.Linear(_GEMM_SIZES[1], _GEMM_SIZES[1], bias=False))
     linear.take(torch.full(linear.size(), 0.5, dtype=torch.bfloat16))
     world.barrier()
@@ -129,7 +132,11 @@ def gemm_peak(world: World, dtype: Dtype, *, budget_s: float) -> float:
 def _with_large_product(
     world: World, dtype: Dtype, speed: float, *, budget_s: float = _GEMM_BUDGET_S
 ) -> float:
-    """Return the peak, given the `speed` of the small product."""
+    """Return the higher of `speed` and the large matmul's speed, in FLOP/s.
+
+    `speed` is the small matmul's speed. The large matmul is only measured on ranks
+    on which the small matmul is fast.
+    """
     small, large = _gemm_sizes(world)
     if speed * _FAST_PRODUCT_S <= 2 * small**3:
         return speed
@@ -139,16 +146,19 @@ def _with_large_product(
 def _gemm_flops_per_s(
     world: World, dtype: Dtype, size: int, *, budget_s: float = _GEMM_BUDGET_S
 ) -> float:
-    """Return the FLOP/s of the fastest of many square matmuls, the one that noise slowed least."""
+    """Return the FLOP/s of the fastest of many square matmuls of `size`.
+
+    The fastest matmul is the least affected by other programs.
+    """
     factors = _factors(world, size, TORCH_DTYPES[dtype])
     best_s = _best_product_s(world, *factors, budget_s=budget_s)
     return 2 * size**3 / best_s
 
 
 def gemm_rounds_flops_per_s(world: World, *, rounds: int, round_s: float) -> dict[Dtype, float]:
-    """Return this rank's FLOP/s per dtype: the median over short rounds of each round's best.
+    """Return this rank's FLOP/s per dtype: the median, over short rounds, of the best matmul.
 
-    All ranks multiply at the same time and use the same size: the large one if rank 0 is fast.
+    All ranks multiply at the same time. They use the same size: the large size if rank 0 is fast.
     """
     factors, (few, many) = {}, _gemm_sizes(world)
     for name, dtype in TORCH_DTYPES.items():
@@ -166,7 +176,7 @@ def gemm_rounds_flops_per_s(world: World, *, rounds: int, round_s: float) -> dic
 
 
 def _factors(world: World, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a square matrix and an output buffer whose pages are already mapped."""
+    """Return a square matrix, and an output buffer with pages that are already mapped."""
     left = torch.full((size, size), 0.5, dtype=dtype, device=world.device)
     out = torch.mm(left, left)
     world.synchronize()

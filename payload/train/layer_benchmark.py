@@ -29,10 +29,11 @@ class LayerBenchmark:
         self._model.kernels = find_kernels()
 
     def times_s(self, dtype: Dtype) -> Mapping[int, float]:
-        """Return the seconds of a micro-batch by its number of tokens.
+        """Return the seconds per micro-batch, by the micro-batch's number of tokens.
 
-        They are the mean over a step of two micro-batches: only the first one converts the weights,
-        and only the second one adds to gradients. The fastest step counts.
+        The time is the mean over a step of two micro-batches: only the first micro-batch converts
+        the weights, and only the second adds to existing gradients. The fastest of several steps
+        counts.
         """
         found: dict[int, float] = {}
         for tokens in _TOKENS:

@@ -43,7 +43,8 @@ _PRODUCT_S = 0.08
 """Time for each size of matmul: up to two sizes in each of two dtypes."""
 _UPDATE_S = 0.15
 _UPDATED_WEIGHTS = 2**23
-"""The update reads and writes 28 bytes for each of these weights: more than most caches hold."""
+"""Number of weights in the measured update. The update reads and writes 28 bytes per weight, more
+in total than most caches hold."""
 _FEW_CORES = 8
 """Up to this number of cores, runs with one rank per core are common enough to be measured."""
 _DEADLINE_S = 90
@@ -163,7 +164,7 @@ def _in_children(
 ) -> list[dict[str, Any]]:
     """Measure all domains at the same time, and return one result for each domain.
 
-    `prepare` returns the measurement of a domain, which a child process runs.
+    A child process runs the measurement that `prepare` returns for a domain.
 
     Raises TrainingError if a process fails.
     """
@@ -194,9 +195,9 @@ class _Child:
 def _start(
     domain: Domain, prepare: Callable[[Domain], Measurement], *, go: int, never: int
 ) -> _Child:
-    """Start a process that measures when the other end of the pipe `go` is closed.
+    """Start a process that measures once the write end of the pipe `go` is closed.
 
-    `never` is this other end, which the process must not keep open.
+    `never` is the write end of the pipe. The process closes its own copy of `never`.
     """
     reader, writer = os.pipe()
     pid = os.fork()

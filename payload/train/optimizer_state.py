@@ -1,4 +1,4 @@
-"""Restores a checkpoint's optimizer state on all ranks, each of which keeps only its shard.
+"""Restores a checkpoint's optimizer state. Each rank keeps only its own shard.
 
 If rank 0 has to send the tensors, each rank also holds one full tensor at a time.
 """

@@ -32,7 +32,10 @@ class Observer:
         """Called when model and optimizer state are complete, before training."""
 
     def before_update(self, step: int) -> None:
-        """Called before the update that follows step `step`, when the gradients are complete."""
+        """Called when the gradients are complete, before the update.
+
+        `step` is the number of earlier updates.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,10 +38,10 @@ log = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """Appends rows to metrics.jsonl, which has each step exactly once, even after a resume.
+    """Appends rows to metrics.jsonl. The file has each step exactly once, even after a resume.
 
     If the disk is full, training continues and rows are kept in memory. The next checkpoint fails
-    unless all rows are on disk by then.
+    if rows are still missing on disk.
     """
 
     def __init__(self, paths: RunPaths, *, resumed_at_step: int) -> None:
@@ -71,7 +71,7 @@ class MetricsFile:
                 self.require_written()
 
     def append(self, row: StepMetrics | EvalMetrics) -> None:
-        """Write one row; if the disk is full, keep it and try again with the next row."""
+        """Write one row; if the disk is full, keep the row, and retry with the next row."""
         is_first = not self._waiting
         self._waiting += to_json_line(row).encode()
         try:
@@ -81,7 +81,10 @@ class MetricsFile:
                 log.warning(f"{self._unwritable(error)} Trying again after every step.")
 
     def require_written(self) -> None:
-        """Raise TrainingError unless all rows are on disk, as they must be before a checkpoint."""
+        """Raise TrainingError if rows are missing on disk.
+
+        A checkpoint must not be newer than the rows.
+        """
         assert self._file is not None
         try:
             self._write_waiting()
@@ -107,7 +110,7 @@ class MetricsFile:
         """Keep one valid row for each step up to the checkpoint; later steps are trained again.
 
         Log the damaged lines, and move a damaged file aside unchanged. Replace a link by a regular
-        file with its rows: a run never appends to a file outside its folder.
+        file with the same rows: a run never appends to a file outside the run folder.
         """
         path = self._paths.metrics
         require_file(path)
@@ -154,7 +157,8 @@ class Heartbeat:
     ) -> None:
         """Write the progress: at every change of phase, and within a phase at most twice a second.
 
-        `of` is the number of micro-batches in the phase; `micro_step` of them are finished.
+        `of` is the number of micro-batches in the phase, and `micro_step` the number of finished
+        micro-batches.
         """
         now = time.monotonic()
         if phase == self._last_phase and now - self._last_s < _PROGRESS_INTERVAL_S:

@@ -160,7 +160,7 @@ class _ResolvedBatch:
 def _resolve_batch(config: RunConfig, start: Start, *, paths: RunPaths, world: World) -> RunConfig:
     """Return the config with `batch.micro_batch_size` resolved to a number.
 
-    For most runs, planning has resolved it before. A resumed run keeps its size.
+    For most runs, the plan already has the number. A resumed run keeps its micro-batch size.
     """
     if config.batch.micro_batch_size != AUTO:
         return config

@@ -89,7 +89,7 @@ class Start:
 def pin_initial(config: RunConfig, *, paths: RunPaths, world: World) -> RunConfig:
     """Return the config with a hub model pinned to one commit for all ranks and all resumes.
 
-    Rank 0 queries the hub, unless an earlier start of the run recorded the commit. Raises
+    Rank 0 queries the hub if no earlier start of the run has recorded the commit. Raises
     CheckpointError.
     """
     init = None
@@ -211,8 +211,8 @@ def _checkpoint_to_resume(paths: RunPaths) -> Path | None:
     """Return the newest valid checkpoint, or None for a new run.
 
     Raises CheckpointError if all checkpoints are damaged (a new run never replaces them) or if the
-    newest belongs to a different run. Raises ConfigError if a folder of the run is a link that
-    leads outside the run.
+    newest checkpoint belongs to a different run. Raises ConfigError if a folder of the run is a
+    link that leads outside the run.
     """
     require_own_folders(paths)
     checkpoints = paths.checkpoints
@@ -270,7 +270,8 @@ def _base_model(
 
 
 def _adapters_base(folder: Path, config: RunConfig, state: TrainerState | None) -> BaseModel:
-    """Return the identity of the adapter's base in `folder`; on a resume it must be unchanged."""
+    """Return the identity of the adapter's base in `folder`; on a resume the base must be
+    unchanged."""
     if has_adapter(folder):
         raise CheckpointError(
             f"model.init = {config.model.init!r}: this is an adapter, but adapter.kind = "
@@ -365,7 +366,8 @@ def _ignored_note(spec: ModelSpec, folder: Path) -> str | None:
 
 
 def _described(folder: Path) -> Mapping[str, object]:
-    """Return config.json of `folder`, with values that a multimodal model's tensors determine."""
+    """Return config.json of `folder`, completed by values that a multimodal model's tensors
+    determine."""
     whole = read_spec(folder).whole
     return read_config(folder) if whole is None else whole.config
 
@@ -393,7 +395,7 @@ def _read_in_parts(config: RunConfig, folder: Path | None, *, world: World) -> P
 
 
 def _require_same_run(state: TrainerState, config: RunConfig) -> None:
-    """Raise CheckpointError if settings differ that must not change on a resume."""
+    """Raise CheckpointError if a setting that must not change on a resume is different."""
     before = parse_run_config(state.config_toml, where="the checkpoint's config")
     for name, old, new in fixed_differences(before, config):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Updates the speed of this machine that `plan` reads, with the calibration of a run."""
+"""Updates the stored speed of this machine, which `plan` reads, with a run's calibration."""
 
 from __future__ import annotations
 

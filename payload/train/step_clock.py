@@ -26,7 +26,7 @@ class StepClock:
 
     @contextmanager
     def of(self, part: TimedPart) -> Iterator[None]:
-        """Add the time of the block to this part."""
+        """Add the time of the `with` block to this part."""
         began_s = time.perf_counter()
         yield
         self._own[part] += time.perf_counter() - began_s
@@ -46,7 +46,7 @@ class StepClock:
         self._own["wait"] += seconds
 
     def take(self) -> list[float]:
-        """Return a vector for all ranks with only this rank's seconds set; reset the seconds."""
+        """Return a vector of all ranks' seconds, zero for other ranks, and reset the seconds."""
         mine = [0.0] * len(self._sums)
         first = self._rank * len(TIMED_PARTS)
         mine[first : first + len(TIMED_PARTS)] = self._own.values()

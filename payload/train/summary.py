@@ -1,4 +1,4 @@
-"""Maintains summary.json, which rank 0 keeps up to date during the run."""
+"""Keeps summary.json up to date during a run, on rank 0."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from payload.train.ranks.world import World, as_rank_lost
 class SummaryFile:
     """Writes `running` on entry, `failed` after an error, otherwise the status passed to `end`.
 
-    Nothing is written if the run folder does not exist: a run that is rejected early creates none.
+    Nothing is written if the run folder does not exist: a run that is rejected early creates no
+    folder.
     """
 
     def __init__(self, paths: RunPaths, world: World) -> None:
@@ -84,13 +85,16 @@ class SummaryFile:
         self._try_to_write()
 
     def ready(self, start_s: Mapping[str, float]) -> None:
-        """Record the times of the phases before training, which begins now."""
+        """Record the times of the phases before training. Training begins now."""
         rounded = {part: round(seconds, 3) for part, seconds in start_s.items()}
         self._summary = replace(self._summary, ready_unix=time.time(), start_s=rounded)
         self._try_to_write()
 
     def end(self, status: RunStatus, *, wall_s: float) -> None:
-        """Record the status of a run whose last sync check found all ranks equal."""
+        """Record the final status of the run.
+
+        The last sync check must have found all ranks equal.
+        """
         self._summary = replace(self._summary, status=status, ranks_identical=True)
         self._wall_s = wall_s
 

@@ -1,4 +1,4 @@
-"""The training loop, which all ranks run in lockstep, with one optimizer update per step."""
+"""The training loop. All ranks run the loop in lockstep, with one optimizer update per step."""
 
 from __future__ import annotations
 
@@ -146,7 +146,8 @@ class Trainer:
         """Return the indices of this rank's samples in micro-batch `micro_step` of the next step.
 
         A step trains on the same samples with any number of ranks and micro-batches. The
-        micro-batch after the step's last one is the first of the following step.
+        micro-batch after the last micro-batch of a step is the first micro-batch of the following
+        step.
         """
         size, strategy = self._batch.micro_batch(), self._context.strategy
         step, micro_step = divmod(micro_step, self._accumulation)
@@ -157,8 +158,8 @@ class Trainer:
     def _step_samples(self, ahead: int = 0) -> Indices:
         """Return the samples of the next step, or of the step that is `ahead` steps later.
 
-        The samples of two steps are cached: a step can have a million micro-batches, each of which
-        calls this.
+        The samples of two steps are cached, because each of possibly a million micro-batches of a
+        step calls this function.
         """
         size = self._batch.global_batch_size
         first = self._next_sample + ahead * size
@@ -172,7 +173,10 @@ class Trainer:
         return self._chosen[first]
 
     def _train_step(self) -> bool:
-        """Train one step, unless a stop is requested before its update; return whether to stop."""
+        """Train one step; return whether to stop.
+
+        A stop request before the update skips the update.
+        """
         context, started_s = self._context, time.perf_counter()
         lr = lr_at(self._step, context.config)
         context.optimizers.set_lr(lr)
@@ -213,7 +217,7 @@ class Trainer:
         return stopping
 
     def _accumulate_gradients(self) -> _StepResult | None:
-        """Run all micro-batches of a step; ranks exchange gradients in the last one only.
+        """Run all micro-batches of a step; ranks exchange gradients only in the last micro-batch.
 
         Return None if a rank requests a stop: a step of many micro-batches can take minutes, and a
         preempted machine may not have that time.
@@ -312,7 +316,7 @@ class Trainer:
         """Seed dropout by the micro-batch's position in the run, so that a resume is exact.
 
         Each pipeline stage draws different masks; ranks that compute a layer together draw equal
-        ones.
+        masks.
         """
         strategy = self._context.strategy
         stage = strategy.mesh.place(self._context.world.rank).pipeline
@@ -330,8 +334,7 @@ class Trainer:
         self, loss: torch.Tensor
     ) -> tuple[float, bool, RankTimes | None, torch.Tensor, torch.Tensor]:
         """Return the mean loss, whether to stop, the ranks' times, the loss's sums and the tokens
-        of each expert; all are equal on all ranks.
-        """
+        of each expert; all are equal on all ranks."""
         world, strategy = self._context.world, self._context.strategy
         own = float(loss) if strategy.has_results() else 0.0
         shared = torch.tensor(
@@ -362,7 +365,7 @@ class Trainer:
         )
 
     def _mfu(self, tokens_per_s: float) -> float | None:
-        """Return the MFU, or None if it is above 1: the calibration was then disturbed."""
+        """Return the MFU. Returns None above 1, because the calibration was then disturbed."""
         context = self._context
         share = mfu(
             tokens_per_s=tokens_per_s,
@@ -440,7 +443,7 @@ class Trainer:
         self._checked_step = self._step
 
     def _checkpoint(self) -> None:
-        """Begin to write a checkpoint, unless the state has not changed since the last one."""
+        """Begin to write a checkpoint if the state has changed since the last checkpoint."""
         if not self._step or self._saved_step == self._step:
             return
         context, self._saved_step = self._context, self._step

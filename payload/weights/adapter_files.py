@@ -31,14 +31,14 @@ _UNUSED = frozenset(
     # The storage layout of the base's linears, which the model's family determines.
     | {"fan_in_fan_out"}
 )
-"""PEFT's keys that do not affect the results of a saved adapter."""
+"""Keys of PEFT's config that do not affect the results of a saved adapter."""
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 """PEFT's initialisations that do not change the base's weights, unlike pissa and olora."""
 
 CLASSIFIER = "SEQ_CLS"
 """PEFT's task_type for a classifier's adapter."""
 CLASSIFIER_MODULES = ("classifier", "score")
-"""Names of the head, which PEFT trains and saves in full for this task_type."""
+"""Names of a classifier's head. PEFT trains and saves the head in full for this task_type."""
 
 _FIX = "Use a folder with a LoRA adapter in PEFT's layout."
 
@@ -196,7 +196,7 @@ def render_adapter_config(
 ) -> dict[str, object]:
     """Return the content of adapter_config.json.
 
-    `modules` are the names of the target linears, and `parameters` those of other targets.
+    `modules` are the names of the target linears, and `parameters` the names of other targets.
     `transposed` is True if transformers stores the weights of these linears as (in, out).
     `token_modules` are the names of the modules with trained token rows: the embedding, and perhaps
     a separate output head.
@@ -250,8 +250,8 @@ def _is_target_name(name: object) -> bool:
 
 
 def _target(modules: object, parameters: object, path: Path) -> str:
-    """Return the value of `adapter.target` for PEFT's target_modules, a list or `all-linear`, and
-    its list target_parameters."""
+    """Return the value of `adapter.target` for PEFT's target_modules (a list or `all-linear`) and
+    PEFT's target_parameters (a list)."""
     names = parameters or []
     if not isinstance(names, list) or not all(map(_is_target_name, names)):
         raise CheckpointError(

@@ -231,7 +231,10 @@ class _Hub:
         return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
     def _require_network(self) -> None:
-        """Raise OSError if the hub cannot be reached: the hub's client would retry for 24 s."""
+        """Raise OSError if the hub cannot be reached.
+
+        Without this check, the hub's client would retry for 24 s.
+        """
         from urllib.request import (
             getproxies,
         )  # also imports http and ssl: a tenth of a command's start-up time
@@ -265,7 +268,7 @@ class _Hub:
         )
 
     def _is_unreachable(self, error: Exception) -> bool:
-        """Return True if the hub does not answer; False if it answers that access is refused."""
+        """Return True if the hub does not respond; False if the hub responds but refuses access."""
         from huggingface_hub.errors import HfHubHTTPError
 
         if isinstance(error, HfHubHTTPError):

@@ -1,4 +1,4 @@
-"""Finds the run that a model's name means: `latest`, or a run id in the default folder of runs."""
+"""Finds the run for a model's name that is `latest` or a run id in the default folder of runs."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def path_of_run(name: str, *, setting: str, error: type[TileforgeError]) -> str:
     hub. Any other name means a run only if its folder has a run's files; this is logged, because a
     cloned project could contain such a folder on purpose.
 
-    Raises `error` for an unknown run, for a run with the name of a known hub model, and UsageError
-    if the default folder of runs is a link.
+    Raises `error` for an unknown run, and for a run with the name of a known hub model. Raises
+    UsageError if the default folder of runs is a link.
     """
     parent, _, given = name.rpartition("/")
     is_in_runs = parent == DEFAULT_RUNS_DIR
@@ -77,7 +77,10 @@ def path_of_run(name: str, *, setting: str, error: type[TileforgeError]) -> str:
 
 
 def _has_run_files(folder: Path) -> bool:
-    """Return True if `folder` is a run; its checkpoints are sufficient, as for a resume."""
+    """Return True if `folder` is a run.
+
+    A folder with checkpoints alone also counts, as for a resume.
+    """
     paths = RunPaths(folder)
     return can_see(paths.config) or can_see(paths.plan) or paths.newest_checkpoint() is not None
 

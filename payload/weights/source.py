@@ -76,10 +76,10 @@ class Source:
 def base_name(adapter: Path) -> str:
     """Return the name of an adapter's base, in the form of `model.init`.
 
-    A manipulated adapter could name any model on this machine as its base. So a folder outside of
-    the adapter's folder is accepted only in two cases: the adapter records the hash of the base's
-    weights, which is verified when the weights are read, or the user names the folder in the
-    environment. Raises CheckpointError.
+    A manipulated adapter could name any model on this machine as the base. So a base outside of the
+    adapter's folder is accepted in only two cases: the adapter records the hash of the base's
+    weights (verified when the weights are read), or the user names the folder in the environment.
+    Raises CheckpointError.
     """
     source = read_adapter_config(adapter).source()
     if hub_name(source) is not None:
@@ -118,7 +118,8 @@ def find_source(
     """Resolve `name` to a source; messages call it `setting`.
 
     With `takes_ids`, a run's id means the run's folder, and `latest` the newest run. `takes_ids` is
-    False for the base that an adapter names, which must not select one of the user's runs.
+    False for the base that an adapter names, because an adapter must not select one of the user's
+    runs.
 
     A folder without config.json can contain one GGUF file instead. A run's folder, or its folder of
     checkpoints, resolves to its newest valid checkpoint; `passed_over` is called with each damaged
@@ -126,8 +127,9 @@ def find_source(
     no weights are read and the newest checkpoint is used. A name with a commit always means a model
     on the hub.
 
-    Raises CheckpointError if there is nothing to load, and for a local folder whose name could be
-    on the hub. With `takes_runs`, such a folder may be a run or a checkpoint.
+    Raises CheckpointError if there is nothing to load, and for a local folder with a name that
+    could also be on the hub. With `takes_runs`, such a folder is accepted if it is a run or a
+    checkpoint.
     """
     if name == SCRATCH:
         return Source(name=name, kind="scratch")

@@ -1,1 +1,1 @@
-"""CONTRACT: check values from other processes against the limits that dataclass fields declare."""
+"""CONTRACT: checks values from other processes against the limits that dataclass fields declare."""

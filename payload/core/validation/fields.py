@@ -35,11 +35,10 @@ def checked(
     `low` and `high` are the smallest and largest number; `above` is an exclusive minimum. `pattern`
     must match the whole string, and every string in a container; `wanted` describes the pattern.
     `choices` are the allowed values, or a function that returns them. `key` is the field's name in
-    the JSON object, if it differs.
+    the JSON object, if that name differs from the field's name in Python.
 
-    In an error message about this field, `refusal` replaces the text about the limits. `fix`
-    replaces the remedy that is given for the whole record. `unit` is the unit of the number, for
-    documentation.
+    In an error message about this field, `refusal` replaces the text about the limits, and `fix`
+    replaces the remedy for the whole record. `unit` is the unit of the number, for documentation.
     """
     metadata = {
         **{"low": low, "above": above, "high": high, "pattern": pattern, "wanted": wanted},

@@ -27,12 +27,12 @@ def parse_json(
     """Return the JSON value in `text`.
 
     `where` names the origin in messages, `fix` is the sentence with the remedy. An integer beyond
-    64 bits is an error. With `huge_integers`, such an integer becomes a float instead, because
-    transformers writes 1e30 as an integer. `constants` maps NaN, Infinity and -Infinity to values;
-    None = they are errors.
+    64 bits is an error. With `huge_integers`, such an integer becomes a float, because transformers
+    writes 1e30 as an integer. `constants` maps NaN, Infinity and -Infinity to values; with None,
+    these constants are errors.
 
     Raises `error` if the text is not JSON. Numbers that overflow, deep nesting and lone surrogates
-    are errors, too: Python's parser accepts these, or raises other exceptions.
+    are also errors. Python's parser would accept such texts or raise other exceptions.
     """
     try:
         decoded = text.decode("utf-8") if isinstance(text, bytes) else text

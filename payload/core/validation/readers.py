@@ -100,9 +100,9 @@ def reader(
 ) -> Reader:
     """Return the reader of a type.
 
-    Types are str, int, float, bool, None, Literal, Any, a dataclass, and tuple (of any or of a
-    fixed length), list, Sequence, dict and Mapping of these. For a union, the first member that
-    fits the value is used.
+    Supported types are str, int, float, bool, None, Literal, Any, a dataclass, and containers of
+    these: tuple (of any or of a fixed length), list, Sequence, dict and Mapping. For a union, the
+    first member that fits the value is used.
     """
     if hint is Any:
         return lambda value: value
@@ -130,7 +130,10 @@ def _member_reader(kind: Any, limits: Mapping[str, Any], *, refuse_unknown: bool
 
 
 def _first_that_fits(kinds: Sequence[Any], readers: Sequence[Reader]) -> Reader:
-    """Return a union's reader; if no member fits, it uses the last member that is not a Literal."""
+    """Return a union's reader.
+
+    If no member fits, the reader uses the last member that is not a Literal.
+    """
     plain = [each for kind, each in zip(kinds, readers, strict=True) if not _choices(kind)]
 
     def read(value: Any) -> Any:

@@ -26,7 +26,7 @@ def check_schema(
     fix: str = "",
     error: type[TileforgeError] = ConfigError,
 ) -> None:
-    """Raise `error` unless `raw` is an object of this schema version."""
+    """Raise `error` if `raw` is not an object of this schema version."""
     if not isinstance(raw, Mapping):
         what = f"expected an object, got {shown(raw)}"
         raise error(RefusedError("record", what).sentence(where, fix=fix))
@@ -48,9 +48,9 @@ def build(
 ) -> _T:
     """Build the dataclass `cls` from a JSON object, and check each field's declared limits.
 
-    `where` names the origin in messages, `fix` is the sentence with the remedy. Unless
-    `refuse_unknown`, unknown keys are ignored, so that an older release can read the file of a
-    newer release. Raises `error`.
+    `where` names the origin in messages, `fix` is the sentence with the remedy. Unknown keys are
+    ignored, so that an older release can read the file of a newer release. With `refuse_unknown`,
+    unknown keys are errors. Raises `error`.
     """
     try:
         built: _T = read_record(cls, raw, refuse_unknown=refuse_unknown)

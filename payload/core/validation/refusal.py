@@ -24,7 +24,8 @@ class RefusedError(Exception):
         self.path = ""
         """Path from the record to the refused value, such as `: nodes[0]: name`."""
         self.refusal = self.fix = ""
-        """The problem and its fix, as text from the declaration of the innermost field."""
+        """The text of the problem, and the text of the fix, from the declaration of the innermost
+        field."""
 
     def within(self, part: str, *, refusal: str = "", fix: str = "") -> RefusedError:
         """Return this error with `part` in front of the path."""

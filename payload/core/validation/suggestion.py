@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.75) -> str | None:
-    """Return the most similar known name, or None if none is similar enough."""
+    """Return the most similar known name, or None if no known name is similar enough."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return near[0] if near else None
 

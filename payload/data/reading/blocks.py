@@ -1,7 +1,7 @@
 """Blocks of a token file, and the order in which training visits them.
 
-The order is a pure function of (seed, epoch, sample index). It does not depend on the number of
-ranks or the micro-batch size, so one integer is enough to resume a run.
+The order is a pure function of (seed, epoch, sample index). The order does not depend on the number
+of ranks or the micro-batch size, so one integer is enough to resume a run.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Blocks(Protocol):
         """Return the number of all blocks."""
 
     def gather(self, blocks: Indices) -> tuple[torch.Tensor, ...]:
-        """Return the tokens, the targets and any other inputs of the model. Raises DataError."""
+        """Return the tokens, the targets and any further inputs of the model. Raises DataError."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class TokenBlocks:
         return (len(self.tokens) - 1) // self.sequence_length
 
     def num_blocks(self) -> int:
-        """Return the number of all blocks, including a shorter last one."""
+        """Return the number of all blocks, including a shorter last block."""
         return -(-(len(self.tokens) - 1) // self.sequence_length)
 
     def gather(self, blocks: Indices) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,16 +218,18 @@ class TokenData:
     val: TokenBlocks
 
     def has_range_hashes(self) -> bool:
-        """Return True if meta.json has hashes of ranges.
+        """Return True if meta.json has a hash for each range of the token files.
 
-        Training checks each range that it reads against them.
+        Training compares each range that it reads with the hash.
         """
         return self.train.is_checked() and self.val.is_checked()
 
     @classmethod
     def open(cls, folder: Path, *, sequence_length: int) -> TokenData:
-        """Map train.bin and val.bin into memory. Raises DataError if they do not match
-        meta.json."""
+        """Map train.bin and val.bin into memory.
+
+        Raises DataError if a file does not match meta.json.
+        """
         meta = load_meta(folder)
         require_task(folder, meta, task="text")
         train, val = (

@@ -70,7 +70,10 @@ class LabelledTexts:
 
 
 def open_labelled(path: Path, *, meta: DataMeta, sequence_length: int) -> LabelledTexts:
-    """Map the files of one split into memory. Raises DataError if they do not match meta.json."""
+    """Map the files of one split into memory.
+
+    Raises DataError if a file does not match meta.json.
+    """
     assert meta.classify is not None
     blocks = open_tokens(path, meta=meta, sequence_length=sequence_length)
     examples = path.with_name(EXAMPLES_NAMES[path.name])

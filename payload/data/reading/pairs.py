@@ -1,8 +1,8 @@
 """Preference pairs of a data folder, in batches that are padded to the longest conversation.
 
 A token file holds the two conversations of each pair, the chosen one first. The file of pairs holds
-the end of each conversation, as a token index. The file of marks has a flag for each token, which
-is set if the token belongs to an answer.
+the end of each conversation, as a token index. The file of marks has a flag for each token. The
+flag is set if the token belongs to an answer.
 
 In shapes, P is the number of pairs and T the length of the longest conversation of a batch.
 """

@@ -34,7 +34,7 @@ class RangeHasher:
                 self._last, self._last_bytes = hashlib.sha256(), 0
 
     def hashes(self) -> tuple[str, ...]:
-        """Return the hash of each range so far, including a shorter last one."""
+        """Return the hash of each range so far, including a shorter last range."""
         return (*self._whole, *([_hash_digits(self._last)] if self._last_bytes else []))
 
 
@@ -60,7 +60,10 @@ class RangeCheck:
         self._changed_ns = self._stat().st_mtime_ns
 
     def require(self, spans: list[tuple[int, int]]) -> None:
-        """Check the ranges that contain these byte spans, (start, end) each. Raises DataError."""
+        """Check the ranges that contain these byte spans.
+
+        A span is (start, end). Raises DataError.
+        """
         found = self._stat()
         if found.st_mtime_ns != self._changed_ns:
             self._changed_ns = found.st_mtime_ns
@@ -76,9 +79,10 @@ class RangeCheck:
                 self._check(number)
 
     def extended(self, start: int, end: int) -> tuple[int, int]:
-        """Return the bytes to read for (start, end).
+        """Return (start, end) in bytes, extended to the borders of all ranges that are not checked
+        yet.
 
-        Ranges that are not checked yet are read whole.
+        An unchecked range must be read whole, because its hash covers the whole range.
         """
         numbers = self._unchecked(start, end)
         if not numbers:
@@ -126,7 +130,7 @@ def open_check(path: Path, file: DataFile, *, source: str) -> RangeCheck | None:
 
 
 def require_content(path: Path, file: DataFile, *, source: str) -> None:
-    """Raise DataError unless the SHA-256 of the file is the one in meta.json."""
+    """Raise DataError if the SHA-256 of the file differs from the SHA-256 in meta.json."""
     try:
         found = sha256_of(path)
     except OSError as error:

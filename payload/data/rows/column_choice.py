@@ -1,4 +1,5 @@
-"""Chooses the columns that a task reads by their known names, ignoring upper and lower case."""
+"""Finds the columns that a task reads, by comparing names of columns with known names without
+case."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ TEXT_COLUMNS = (DEFAULT_TEXT_COLUMN, "sentence", "content", "review", "body", "d
 def first_row_columns(request: SourceRequest) -> list[str]:
     """Return the columns of the first readable row, or an empty list if no row can be read.
 
-    The list is also empty without a network connection, because data that is already prepared needs
-    none. Raises DataError, UsageError.
+    The list is also empty without a network connection, because a folder that is already prepared
+    does not need the source. Raises DataError, UsageError.
     """
     request = resolve_source(request)
     has_columns = request.kind in ("jsonl", "parquet", "csv", "hf")
@@ -56,7 +57,7 @@ def first_of(names: Sequence[str], columns: Sequence[str]) -> str | None:
 def labelled_columns(
     columns: Sequence[str], *, text: str | None, label: str | None
 ) -> tuple[str | None, str | None]:
-    """Return the column of the text and the column of the label; None replaces a missing one.
+    """Return the names of the text column and of the label column; None for a missing column.
 
     `text` and `label` are the columns that the user chose.
     """
@@ -69,9 +70,10 @@ def labelled_columns(
 
 
 def known_names(columns: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return the --columns with which these columns are read as conversations or preference pairs.
+    """Return renamings that give these columns known names, as pairs (column, known name).
 
-    The result is empty if the names are already known, or if no format matches even ignoring case.
+    The result is empty if the names are already known, or if the columns match no format of
+    conversations or preference pairs, ignoring case.
     """
     known = {*chat_columns(), *preference_columns()} - set(columns)
     found: dict[str, str] = {}

@@ -27,7 +27,7 @@ VARIABLES = "chat_template_kwargs"
 LABEL = "label"
 """Column of data for KTO training: false marks a bad answer."""
 TRAIN_KEYS = ("weight", "train")
-"""Keys whose value 0 or false excludes a row or a message from training."""
+"""Keys that exclude a row or a message from training if their value is 0 or false."""
 CALLS = "tool_calls"
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 NO_CONTENT_KEYS = (CALLS, "function_call", *THOUGHT_KEYS)
@@ -69,7 +69,7 @@ CHAT_FORMATS = (
     RowFormat("user", "assistant"),
     RowFormat("input", "output"),
 )
-"""Formats of conversations. The format of a row is the first one that matches."""
+"""Formats of conversations. The format of a row is the first format that matches."""
 
 ANSWERS = ("chosen", "rejected")
 PREFERENCE_PROMPTS = ("prompt", "messages", "conversations", "question", "instruction")
@@ -92,9 +92,10 @@ METADATA = re.compile(
     r"|tag|tags|metadata|meta|hash|(?:num|n)_.*|.*_(?:count|hash|score|rating)|score_.*"
     r"|temperature|top_p|max_tokens|max_completion_tokens|stream|tool_choice|parallel_tool_calls)"
 )
-"""Matches keys and columns of metadata and of request settings, which no template renders.
+"""Matches the names of keys and columns with metadata or with settings of a request. Templates do
+not render such keys.
 
-A key whose name mentions training, such as `no_train_id`, never matches.
+A name that mentions training, such as `no_train_id`, never matches.
 """
 
 
@@ -170,7 +171,7 @@ def is_deep(value: object) -> bool:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the keys whose value is null, in all of its objects.
+    """Return a JSON value without keys that have the value null, in all objects inside it.
 
     Tables add such keys, because all objects of a column must have the same keys.
     """

@@ -44,7 +44,7 @@ _KEYS_SHOWN = 6
 
 
 class UntrainedRowError(BadConversationError):
-    """Raised for a row whose values exclude it from training, such as a false `label`."""
+    """Raised for a row that is excluded from training by a value, such as a false `label`."""
 
 
 def conversation_of(row: Mapping[str, Any]) -> Conversation:
@@ -136,9 +136,9 @@ def columns_of(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def unread_columns(row: Mapping[str, Any], read: Sequence[str]) -> list[str]:
-    """Return the non-empty columns that are not in `read`, without repeated texts.
+    """Return the non-empty columns that are not in `read`.
 
-    A text is repeated if a column in `read` contains the same text.
+    A column is left out if a column in `read` contains the same text.
     """
     found = [name for name, value in row.items() if name not in read and not is_absent(value)]
     if not any(isinstance(row[name], str) for name in found):

@@ -188,7 +188,7 @@ class FileRows(Rows):
 
 
 class _Files(ColumnFiles):
-    """Finds the files of a source of rows, in the same way as the text sources do."""
+    """Finds the files of a source of rows, with the rules of the sources of text."""
 
     def paths(self) -> list[Path]:
         """Return the files that `identity` found."""

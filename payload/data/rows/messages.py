@@ -159,7 +159,10 @@ def read_messages(given: object, column: str) -> MessageList:
 
 
 def _analysis(message: Mapping[str, Any], where: str, *, is_trained: bool) -> str:
-    """Return the thought in a message with channel 'analysis'. It is trained with its answer."""
+    """Return the thought in a message with channel 'analysis'.
+
+    The model is trained on the thought together with the answer that follows.
+    """
     lost = [key for key in message if key not in ("role", "content")]
     if lost or not is_trained:
         raise BadConversationError(
@@ -170,7 +173,8 @@ def _analysis(message: Mapping[str, Any], where: str, *, is_trained: bool) -> st
 
 
 def _plain_message(given: object) -> dict[str, Any] | None:
-    """Return a message that has only a role and a text, as most messages do; None for others."""
+    """Return the converted message if `given` has only a role and a text, as most messages do;
+    otherwise None."""
     if type(given) is not dict or len(given) != 2:
         return None
     for role_key, content_key in _FORMS:
@@ -432,7 +436,8 @@ def tool_list(value: object, where: str) -> list[dict[str, Any]]:
 
 
 def _wrapped(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a function's schema in the form of `tools`. OpenAI's `functions` lack the wrapper."""
+    """Return a function's schema as an entry of `tools`, with the wrapper that OpenAI's `functions`
+    lack."""
     inner = {key: value for key, value in clean(function).items() if key != "type"}
     return {"type": "function", "function": inner}
 
@@ -445,7 +450,10 @@ def require_text(value: object, where: str) -> str:
 
 
 def clean(value: Any) -> Any:
-    """Replace lone surrogates, which cannot be encoded, as the package `tokenizers` does."""
+    """Replace lone surrogates in the same way as the package `tokenizers`.
+
+    They cannot be encoded.
+    """
     if isinstance(value, str):
         try:
             value.encode()

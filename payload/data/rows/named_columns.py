@@ -67,7 +67,8 @@ class NamedColumns:
         return [*named, *([["ignored", sorted(self._ignored)]] if self._ignored else [])]
 
     def state(self) -> dict[str, Any]:
-        """Return JSON for `restore`: the columns and ignored keys that the rows so far had."""
+        """Return JSON for `restore`: the columns and ignored keys that were found in the rows so
+        far."""
         return {
             "missing": sorted(self._missing),
             "removed": dict(self._removed),
@@ -118,7 +119,7 @@ class NamedColumns:
     def _without(self, value: Any, removed: set[str]) -> Any:
         """Return a list of messages without the keys in `removed`, and any other value unchanged.
 
-        The keys are also removed from lists of objects inside a message: parts and calls.
+        The keys are also removed from the content parts and the tool calls of each message.
         """
         if not isinstance(value, list):
             return value

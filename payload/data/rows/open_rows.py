@@ -29,7 +29,7 @@ def open_rows(request: SourceRequest) -> Rows:
 
 
 class _HubRows(Rows):
-    """Rows of a dataset of the Hugging Face hub, or of a local folder in its formats."""
+    """Rows of a dataset of the Hugging Face hub, or of a local folder in the hub's formats."""
 
     def __init__(self, request: SourceRequest) -> None:
         from payload.data.sources.hub import HubSource
@@ -37,7 +37,7 @@ class _HubRows(Rows):
         super().__init__(request)
         self._hub = HubSource(request)
         self._valid: str | None = None
-        """Name of the validation split, whose rows are read after the training split."""
+        """Name of the validation split. Its rows are read after the rows of the training split."""
         self.label = self._hub.label
 
     def identity(self) -> list[Any]:

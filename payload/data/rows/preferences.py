@@ -109,7 +109,10 @@ def _from_openai(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _without_prompt(prompt: Messages, given: Messages, column: str) -> Messages:
-    """Return the messages without a prompt at their start, which some data sets repeat there."""
+    """Return the messages without the prompt.
+
+    Some data sets repeat the prompt before each answer.
+    """
     if given[0]["role"] == "assistant":
         return given
     if given[: len(prompt)] == prompt:

@@ -16,21 +16,22 @@ from payload.data.sources.split_columns import SPLIT_COLUMNS, split_of_row
 
 
 class RowSplits:
-    """The rows of one source by their split.
+    """Counts the rows of one source by the split that each row declares.
 
-    Rows for validation and test rows are not trained, as files that are named valid and test.
+    The model is never trained on validation rows or test rows.
     """
 
     def __init__(self, *, is_read: bool) -> None:
-        """`is_read` is False if the rows' column does not count."""
+        """`is_read` is False if a row's split column is ignored."""
         self._is_read = is_read
         self._column = SPLIT_COLUMNS[0]
         self._counts: Counter[str] = Counter()
         self._valid: list[list[int]] = []
-        """Ranges of the numbers of the rows that the column declares for validation."""
+        """Ranges of row indices, as [start, end): the rows that the column declares for
+        validation."""
 
     def add(self, row: Mapping[str, Any], number: int) -> str | None:
-        """Count a row; return the reason if it is a test row, which is left out."""
+        """Count a row. Test rows are left out: return the reason for a test row, otherwise None."""
         found = split_of_row(row) if self._is_read else None
         self._counts["train" if found is None else found[1]] += 1
         if found is None or found[1] == "train":
@@ -46,7 +47,7 @@ class RowSplits:
         return None
 
     def remove(self, number: int) -> None:
-        """Forget the newest row, whose `number` the next row gets."""
+        """Forget the newest row. The next row gets the same `number`."""
         if self._valid and self._valid[-1][1] == number + 1:
             self._valid[-1][1] = number
             if self._valid[-1][0] == number:

@@ -76,7 +76,7 @@ class Rows(ABC):
         self._place = 0
         """Position of the newest row in the source, from 1."""
         self._first_place = 0
-        """An interrupted run has read the rows up to this position."""
+        """Position up to which an interrupted run has read the rows."""
 
     @abstractmethod
     def identity(self) -> list[Any]:
@@ -115,7 +115,7 @@ class Rows(ABC):
         self._splits.require_training(self._place_of_rows())
 
     def state(self) -> dict[str, Any]:
-        """Return JSON for `restore`, which continues after the rows that were read so far."""
+        """Return JSON with which `restore` continues after the rows that were read so far."""
         return {
             "num_rows": self.num_rows,
             "next_number": self.next_number,
@@ -159,7 +159,7 @@ class Rows(ABC):
         return []
 
     def survey(self) -> Survey:
-        """Return the number of rows, and the split of the files or of a column, if declared.
+        """Return the number of rows, and the split if names of files or a column declare one.
 
         Call it after the last row.
         """
@@ -168,7 +168,7 @@ class Rows(ABC):
     def skip(self, where: str, complaint: str, *, place: int | None = None) -> None:
         """Skip the bad row at `place`, by default the newest row.
 
-        Raises DataError unless the user allowed skipping.
+        Raises DataError if the user did not allow skipping.
         """
         message = f"{where}: {complaint}"
         if not self._skip_bad:
@@ -206,7 +206,8 @@ class Rows(ABC):
             (self._metadata if METADATA.fullmatch(name) else self._unread)[name] += 1
 
     def require_read(self, num_rows: int | None = None) -> None:
-        """Raise DataError for keys that the task does not read: training would lose their values.
+        """Raise DataError for keys that the task does not read, because training would lose their
+        values.
 
         `num_rows` is the number of rows whose keys were counted. The default is all rows so far.
         """
@@ -259,7 +260,10 @@ class Rows(ABC):
         return found
 
     def _begin_file(self, index: int) -> None:
-        """Record that a file of the input `index` begins, unless an interrupted run has done so."""
+        """Record that a file of the input `index` begins.
+
+        A file that an interrupted run recorded is skipped.
+        """
         if self._place >= self._first_place:
             self.file_starts.append((self.next_number, index))
 
@@ -320,7 +324,7 @@ def in_batches(
 
 
 def _counted(counts: Counter[str]) -> str:
-    """Return the names, each with the number of its rows, the most frequent first."""
+    """Return the names with their numbers of rows, the most frequent name first."""
     names = [
         f"{shown(name)} ({count:,} rows)" for name, count in counts.most_common(_COLUMNS_SHOWN)
     ]

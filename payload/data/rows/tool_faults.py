@@ -19,7 +19,7 @@ def tool_faults(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]])
 
 
 def fault_lines(found: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a line for each kind of fault. `found` has pairs: a fault, and where its row is."""
+    """Return a line for each kind of fault. `found` has pairs of a fault and the row's location."""
     places: dict[str, list[str]] = {}
     for fault, where in found:
         places.setdefault(fault, []).append(where)
@@ -27,7 +27,10 @@ def fault_lines(found: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def fault_line(fault: str, count: int, where: str) -> str:
-    """Return the line about a fault that `count` rows have; the first of them is at `where`."""
+    """Return the line about a fault in `count` rows.
+
+    `where` is the location of the first such row.
+    """
     rows = "1 row has" if count == 1 else f"{count:,} rows have"
     return f"{rows} {fault}, for example {where}"
 

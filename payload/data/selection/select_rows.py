@@ -1,6 +1,6 @@
 """Chooses the rows for training and validation: duplicates, the split, then the weights.
 
-The result depends only on the rows, the options and the seed. So it is the same after an
+The result depends only on the rows, the options and the seed. So the result is the same after an
 interruption, and for any number of processes and ranks.
 """
 
@@ -23,9 +23,9 @@ Splitter = Callable[[Numbers], tuple[Split, Mask]]
 """Takes row indices. Returns the split of these rows, and a mask of the validation rows."""
 
 _MOST_REMOVED = 0.5
-"""Largest fraction of the training rows that is removed for being in the validation data, too. If
-the fraction is larger, all are kept: a small example that repeats a few rows would lose its
-training rows."""
+"""Largest fraction of the training rows that is removed because the rows are also in the validation
+data. If a larger fraction would be removed, all rows are kept: a small example that repeats a few
+rows would otherwise lose its training rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +89,10 @@ class RowSelection:
 
 
 def split_by_units(choose: Callable[[Survey], Split], survey: Survey, units: Numbers) -> Splitter:
-    """Return a splitter of whole units. The unit of a row is its group, or the row itself.
+    """Return a splitter that keeps each unit in one split. A unit is a group of rows, or one row.
 
     `choose` returns the split for a given number of units. If only some of the rows are split, only
-    the units of these rows count, and are numbered again from 0.
+    the units of those rows are counted and numbered from 0.
     """
 
     def split_rows(chosen: Numbers) -> tuple[Split, Mask]:
@@ -198,7 +198,7 @@ def _rows(count: int) -> str:
 def _removable(in_both: Mask, is_train: Mask, classes: Numbers | None) -> Mask:
     """Return the mask of training rows to remove.
 
-    A class that would lose most of its rows keeps all of them.
+    A class that would lose most of its rows keeps all rows.
     """
     labels = np.zeros(len(in_both), dtype=np.int64) if classes is None else classes
     size = int(labels.max(initial=0)) + 1

@@ -1,4 +1,7 @@
-"""Opens compressed files for reading. A file's first bytes show its compression, not its name."""
+"""Opens compressed files for reading.
+
+The compression is detected by the first bytes of a file instead of the file's name.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def _name(path: Path) -> str:
 
 
 class _ZstdFile(io.RawIOBase):
-    """The decompressed bytes of a zstd file, which can be skipped but not read backwards."""
+    """The decompressed bytes of a zstd file. Reading can skip bytes, but not move backwards."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa

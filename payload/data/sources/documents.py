@@ -47,10 +47,11 @@ class Batch:
     ends: list[bool] = field(default_factory=list)
     """True for the last piece of a document."""
     skipped: list[tuple[int, int, str]] = field(default_factory=list)
-    """For each group of bad documents: the number of the first one, how many they are, and the
+    """For each group of bad documents: the number of the first document, the count, and the
     message."""
     file_starts: list[tuple[int, int]] = field(default_factory=list)
-    """For each file that begins in the batch: the number of its first document, and its index."""
+    """For each file that begins in the batch: the number of the file's first document, and the
+    file's index."""
     cursor: Cursor = field(default_factory=dict)
     """Cursor of the next batch."""
     text_bytes: int = 0
@@ -79,7 +80,8 @@ class Source(Protocol):
 
     @property
     def default_val_fraction(self) -> float | None:
-        """Default fraction of the documents for validation; None if it depends on their count."""
+        """Default fraction of the documents for validation; None if the fraction depends on the
+        number of documents."""
 
     @property
     def revision(self) -> str | None:
@@ -137,7 +139,7 @@ class Batcher:
         self._batch.text_bytes += len(piece)
 
     def skip(self, complaint: str, *, number: int, documents: int = 1) -> None:
-        """Count bad documents. Raises DataError unless the user allowed skipping."""
+        """Count bad documents. Raises DataError if the user did not allow skipping."""
         if not self._skip_bad:
             raise DataError(f"{complaint} Fix it, or skip such documents with --skip-bad.")
         # The journal and meta.json are UTF-8; a file name need not be valid UTF-8.

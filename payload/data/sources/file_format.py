@@ -30,8 +30,8 @@ DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "pipe"}
 _RECORDS = 200
 """Number of records that are compared to find the delimiter."""
 _FEWEST_RECORDS = 3
-"""Minimum number of records, including the header, of a file that is read as a table although it
-lacks the suffix of one."""
+"""Minimum number of records, including the header, from which a file without a table's suffix can
+count as a table."""
 _SEPARATOR_LINE = re.compile(r"sep=(.)\r?\n")
 """Matches the first line of a file in which Excel declares the delimiter."""
 _ROW_OBJECT = re.compile(r'\s*\{\s*("|\}\s*$)')
@@ -61,8 +61,8 @@ _BINARY: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"\x89PNG", "an image", "Only text can be trained: leave out this file"),
     (0, b"\xff\xd8\xff", "an image", "Only text can be trained: leave out this file"),
 )
-"""Formats that are not supported. Each has the offset of its identifying bytes, these bytes, its
-name and the fix."""
+"""Formats that are not supported. An entry has the offset of the identifying bytes, the bytes, the
+format's name and the fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,10 @@ def _is_object(line: str) -> bool:
 
 
 def _spans_lines(text: str) -> bool:
-    """Return True if the text begins with a JSON value, or the start of one, of several lines."""
+    """Return True if the text begins with a JSON value that spans several lines.
+
+    The text can end before the value is complete.
+    """
     decoder = json.JSONDecoder()
     place = len(text) - len(text.lstrip())
     try:

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, or local folders in its formats, read with `datasets`."""
+"""Datasets of the Hugging Face hub, or local folders in the hub's formats, read with `datasets`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ OPENWEBTEXT = "Skylion007/openwebtext"
 # commits hold tar files and a script that datasets >= 4 rejects (nanoGPT #633).
 OPENWEBTEXT_REVISION = "79d93d786212f7344586290adb811d4ae6a1762c"
 _MAX_FOOTERS = 256
-"""Maximum number of files whose rows are counted over the network; each takes two requests."""
+"""Maximum number of files for which rows are counted over the network. Each file takes two
+requests."""
 _FORMATS = ("parquet", "json", "csv", "text", "arrow", "xml", "webdataset")
 """Formats of `datasets` that read only the given files."""
 
@@ -111,14 +112,15 @@ class HubSource:
     def note(self, *, valid: str | None = None) -> str | None:
         """Return a note about missing shards and about the splits, or None.
 
-        `valid` is the split whose rows are for validation. Raises DataError.
+        `valid` is the split with the rows for validation. Raises DataError.
         """
         files = self._prepared_builder().config.data_files or {}
         missing = missing_shards(list(map(str, files.get(self._split, ()))))
         return join_notes(missing, self._splits_note(valid))
 
     def valid_split(self) -> str | None:
-        """Return the dataset's validation split; None without one, or if --split is given.
+        """Return the dataset's validation split; None without a validation split, or if --split is
+        given.
 
         Raises DataError.
         """
@@ -127,7 +129,7 @@ class HubSource:
         return next((each for each in self._splits() if SPLIT_WORDS.get(each) == "valid"), None)
 
     def _splits_note(self, valid: str | None) -> str | None:
-        """Return a line about the dataset's splits; None if there is only one."""
+        """Return a line about the dataset's splits; None if the dataset has only one split."""
         others = [each for each in self._splits() if each not in (self._split, valid)]
         if not others and valid is None:
             return None
@@ -167,9 +169,9 @@ class HubSource:
         yield batcher.take({"state": rows.state_dict(), "document": number})
 
     def rows(self, split: str | None = None) -> Iterator[list[dict[str, Any]] | LostRows]:
-        """Yield the rows of a split with all columns, in lists. None means the chosen split.
+        """Yield lists of rows of a split, with all columns.
 
-        Raises DataError.
+        The default is the split that the user chose. Raises DataError.
         """
         split = split or self._split
         places = self._parquet_places(split)

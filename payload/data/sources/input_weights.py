@@ -10,7 +10,7 @@ from payload.core.errors import UsageError
 from payload.core.regular_files import home_path
 
 MOST_WEIGHT = 1000
-"""Highest weight of an input. A higher one is probably a mistake."""
+"""Highest weight of an input. A higher weight is probably a mistake."""
 
 
 def split_weights(

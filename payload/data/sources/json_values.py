@@ -28,7 +28,7 @@ _WINDOW_CHARS = 1000
 
 
 class _Text:
-    """A window of a JSON text, which moves forward."""
+    """A window that moves forward over a JSON text."""
 
     def __init__(self, file: BinaryIO, path: Path, encoding: str) -> None:
         self._file = io.TextIOWrapper(file, encoding=encoding)
@@ -54,7 +54,10 @@ class _Text:
                 return ""
 
     def take(self, expected: str) -> None:
-        """Move past the next character. Raises DataError if `expected` does not contain it."""
+        """Move past the next character.
+
+        Raises DataError if `expected` does not contain the character.
+        """
         found = self.peek()
         if not found or found not in expected:
             what = f"the character {found!r}" if found else "the end of the file"

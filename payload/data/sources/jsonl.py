@@ -85,8 +85,8 @@ class JsonlSource(ColumnFiles):
 def _parse_text(line: bytes, column: str, where: str) -> bytes | None:
     """Return the text of one line, or None for a bad line.
 
-    Raises DataError for a line that declares its split, because this source is only for files
-    whose first line lacks this key.
+    Raises DataError for a line with a key that declares a split. This source is only for files
+    without this key in the first line.
     """
     if len(line) > LINE_BYTES:
         return None

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 BATCH_ROWS = 1024
-"""Number of rows that are decoded together. It is small enough for rows of 100 kB."""
+"""Number of rows that are decoded together. The number is small enough for rows of 100 kB."""
 _NAMES_SHOWN = 5
 _READ_BUFFER_BYTES = 8 * MIB
 _WORKER = Path(__file__).with_name("parquet_worker.py")
@@ -274,7 +274,7 @@ def _raise_failure(response: Mapping[str, Any], place: str) -> None:
 
 
 def check_column(schema: pa.Schema, column: str, *, where: str) -> None:
-    """Raise DataError unless the schema has this column, and the column holds text."""
+    """Raise DataError if the schema lacks this column, or if the column does not hold text."""
     import pyarrow as pa
 
     if column not in schema.names:

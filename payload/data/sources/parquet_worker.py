@@ -124,7 +124,7 @@ def _arrow_reader(place: str) -> Any:
 def _send_rows(batch: Any, *, whole: bool) -> None:
     """Send rows, with dictionaries decoded. Unreadable rows are reported as lost.
 
-    `whole` is True if all columns are sent, which the parent converts to Python values.
+    `whole` is True if all columns are sent. The parent then converts the values to Python objects.
     """
     if batch.num_rows > 1 and _decoded_bytes(batch) > _PIECE_BYTES:
         half = batch.num_rows // 2

@@ -10,7 +10,7 @@ from payload.data.sources.split_files import split_files
 from payload.data.sources.text_files import BACKUPS, find_files
 
 _MOST_FILES = 1000
-"""Limit on the number of files whose content is read to find their kinds."""
+"""Limit on the number of files that are read to find their kinds."""
 _ABOUT_DATA = ("readme", "license", "licence", "changelog", "citation", ".gitattributes")
 """Beginnings of the names of files that describe the data in a folder."""
 
@@ -38,5 +38,8 @@ def file_kinds(inputs: Sequence[str], glob: str | None) -> tuple[list[Path], set
 
 
 def has_rows(kinds: set[FileKind]) -> bool:
-    """Return True if all files have rows. Texts together with rows are read as plain text."""
+    """Return True if every file has rows.
+
+    If some files are plain text, all are read as plain text.
+    """
     return bool(kinds) and kinds <= set(ROW_KINDS)

@@ -27,7 +27,8 @@ class SourceRequest:
     inputs: tuple[str, ...] = field(default=())
     """Files or folders; for `hf` the name of a dataset or a folder."""
     input_numbers: tuple[int, ...] = ()
-    """For each of `inputs`, the index of its --input; empty if `inputs` are exactly the --input."""
+    """For each of `inputs`, the index of the --input that led to it; empty if `inputs` equals the
+    list of --input."""
     glob: str | None = None
     """Pattern for the files of a folder; None uses the default of the kind."""
     text_column: str | None = None
@@ -54,7 +55,7 @@ class SourceRequest:
 
 
 def resolve_source(request: SourceRequest, *, setting: str = "--input") -> SourceRequest:
-    """Return the request. For the name of a dataset on the hub, its kind is `hf` instead of `auto`.
+    """Return the request, with kind `hf` instead of `auto` if the input is a dataset on the hub.
 
     Raises UsageError, which names `setting`, for a file or folder that does not exist.
     """

@@ -27,7 +27,7 @@ _VAL_DOCUMENTS = 100
 
 
 class Split(Protocol):
-    """A choice of documents for validation. It depends only on the documents' numbers."""
+    """A choice of documents for validation. The choice depends only on the documents' numbers."""
 
     @property
     def record(self) -> SplitRecord:
@@ -73,8 +73,11 @@ class HashSplit:
 
 @dataclass(frozen=True, slots=True)
 class FileSplit:
-    """Chooses the documents of the validation files, which are read last, and the rows that a
-    column declares for validation."""
+    """Chooses the documents of the validation files, and the rows that a column declares for
+    validation.
+
+    The validation files are read last.
+    """
 
     record: SplitRecord
     first_val: int
@@ -91,7 +94,9 @@ class FileSplit:
         marked: Numbers | None = None,
         column: str | None = None,
     ) -> FileSplit:
-        """Return the split of `documents` documents whose validation files begin at `first_val`.
+        """Return the split of `documents` documents.
+
+        Documents of the validation files begin at `first_val`.
 
         Without such files, pass None as `first_val`. Raises DataError if one of the parts is empty.
         """
@@ -131,7 +136,8 @@ def default_val_fraction(documents: int | None) -> float:
     None means that the number of documents is unknown.
 
     Up to 1,000 documents, a tenth is for validation. From more documents, about 100 are chosen. The
-    fraction is never below `NANOGPT_VAL_FRACTION`, which also applies if the number is unknown.
+    fraction is never below `NANOGPT_VAL_FRACTION`. If the number is unknown, this constant is the
+    result.
     """
     if documents is None:
         return NANOGPT_VAL_FRACTION
@@ -144,11 +150,11 @@ def default_val_fraction(documents: int | None) -> float:
 def more_validation(
     *, wanted: int, documents: int, most: float, current: float = 0.0
 ) -> str | None:
-    """Return the fix for fewer than `wanted` validation documents, or None.
+    """Return the fix for fewer than `wanted` validation documents, or None: a larger
+    --val-fraction.
 
-    None means that a fraction above `most` would be needed.
-
-    The result is also None if the fraction `current` should already be sufficient.
+    None means that a fraction above `most` would be needed, or that the fraction `current` should
+    already be sufficient.
     """
     share = math.ceil(100 * wanted / documents) / 100
     return f"Use --val-fraction {share:g} with --force." if current < share <= most else None

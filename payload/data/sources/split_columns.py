@@ -18,7 +18,8 @@ def split_column(names: Iterable[str]) -> str | None:
 
 
 def split_of_row(row: Mapping[str, Any]) -> tuple[str, FileSplitName] | None:
-    """Return the column that declares the row's split, and the split; None without a known one."""
+    """Return the column that declares the row's split, and the split; None without a known
+    split."""
     column = split_column(row)
     value = None if column is None else row[column]
     if column is None or not isinstance(value, str) or len(value) > _VALUE_CHARS:

@@ -36,7 +36,7 @@ SPLIT_WORDS: dict[str, FileSplitName] = {
 }
 """For each word that can occur in the name of a file or of its folder, the file's split."""
 _PAIRS = ("holdout", "heldout")
-"""Words that are also written as two, such as held-out."""
+"""Words for a split that are also written as two words, such as held-out."""
 _SEPARATORS = re.compile(
     r"[\W_]+|(?<=[^\W\d_])(?=\d)|(?<=\d)(?=[^\W\d_])|(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
 )
@@ -84,10 +84,10 @@ class SplitFiles:
 def split_files(files: Sequence[Path], *, is_text: bool = False) -> SplitFiles:
     """Return the files by split.
 
-    A file whose name declares no split is for training. If no file is for training, the names are
-    ignored, and all files are for training. Text files may be the source code of a program, in
-    which names often have words such as test. So the names of text files count only if every one
-    declares a split.
+    A file is for training if its name declares no split. If no file is for training, the names are
+    ignored, and all files are for training. Text files may be the source code of a program, and the
+    names of such files often have words such as test. So the names of text files count only if
+    every name declares a split.
     """
     parents = {path.parent.absolute() for path in files}
     root = Path(os.path.commonpath(parents)) if parents else Path()
@@ -104,7 +104,7 @@ def split_files(files: Sequence[Path], *, is_text: bool = False) -> SplitFiles:
 
 
 def split_of(path: Path, root: Path) -> FileSplitName | None:
-    """Return the split that the name of a file or of one of its folders declares, or None.
+    """Return the split that a file's name or the name of a parent folder declares, or None.
 
     The file's own folder and the folders within `root` count. If several declare a split, the
     nearest one decides.
@@ -118,7 +118,7 @@ def split_of(path: Path, root: Path) -> FileSplitName | None:
 
 
 def split_in(name: str) -> FileSplitName | None:
-    """Return the split that the first such word of a name declares, or None."""
+    """Return the split of the first word in a name that is in `SPLIT_WORDS`, or None."""
     words = _words(name)
     for number, word in enumerate(words):
         pair = "".join(words[number : number + 2])

@@ -139,7 +139,7 @@ def file_identity(files: Sequence[Path]) -> list[Any]:
 
 
 class ColumnFiles:
-    """Base of the sources whose files hold documents in the column `text_column`."""
+    """Base of the sources that read documents from the column `text_column` of files."""
 
     default_val_fraction: float | None = None
     revision: str | None = None
@@ -153,7 +153,7 @@ class ColumnFiles:
         glob: str | Sequence[str],
         request: SourceRequest,
     ) -> None:
-        """`glob` selects the files in folders, unless the request has its own pattern."""
+        """`glob` selects the files in folders if the request has no pattern."""
         self.label = describe_inputs(kind, given)
         self._given = given
         self._input_numbers = request.input_numbers

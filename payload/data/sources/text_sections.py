@@ -25,7 +25,9 @@ _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """Rules for splitting a file. They depend only on the file, so a resume uses the same ones.
+    """Rules for splitting a file.
+
+    The rules depend only on the file, so a resumed run uses the same rules.
 
     Without form feeds, a section ends at the first blank line after `target_bytes`. A section that
     reaches `limit_bytes` ends at its last line break, or at white space if it has no line break.

@@ -28,9 +28,9 @@ class Task(ABC):
     """The flags that `add_flags` declares, such as `--packing`. Other tasks reject these flags."""
 
     def add_flags(self, add: AddFlag) -> None:  # noqa: B027 - optional
-        """Declare `flags`.
+        """Add the task's `flags` to the parser.
 
-        Each has the default None, so that other tasks can detect that a flag was given.
+        Each flag has the default None, so that other tasks can detect that the flag was given.
         """
 
     @abstractmethod
@@ -45,5 +45,8 @@ class Task(ABC):
         """
 
     def describe(self, meta: DataMeta) -> list[str]:
-        """Return lines about a folder of this task, which are printed after the token counts."""
+        """Return lines about a folder of this task.
+
+        The lines are printed after the token counts.
+        """
         return []

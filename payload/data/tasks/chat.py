@@ -37,7 +37,7 @@ class ChatTask(Task):
     )
 
     def add_flags(self, add: AddFlag) -> None:
-        """Declare `flags`."""
+        """Add the task's `flags` to the parser."""
         add(
             "--sequence-length",
             type=positive_int,

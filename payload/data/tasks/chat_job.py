@@ -73,7 +73,7 @@ _COUNTED = (
     *("truncated_conversations", "truncated_tokens", "long_dropped_conversations"),
     *("split_conversations", "dropped_conversations", "added_samples", "added_tokens"),
 )
-"""Fields of ChatRecord whose values this job counts."""
+"""Fields of ChatRecord for which this job counts the values."""
 
 
 def chat_job(args: argparse.Namespace) -> ChatJob:

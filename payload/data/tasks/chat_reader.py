@@ -66,7 +66,7 @@ class _Sample:
     whether the sample is for validation."""
     rendered: RenderedSample
     is_added: bool
-    """False for one sample of each row, True for the other samples of the row."""
+    """False for the last sample of each row, True for the other samples of the row."""
 
 
 @dataclass(slots=True)
@@ -98,8 +98,9 @@ class ChatReader:
     def read(self, samples: SampleFiles, store: ResumableTokenFiles | None) -> None:
         """Add to `samples` every sample with trained tokens, in pieces that fit into a block.
 
-        The template process renders a batch of rows while the batch before is tokenized, and the
-        next batch is read. After each shard, `store` records the state. Raises DataError.
+        While the template process renders a batch of rows, this process tokenizes the previous
+        batch and then reads the next batch. After each shard, `store` records the state. Raises
+        DataError.
         """
         self.template.require_stop(self.options.variables)
         self._start = self._cursor(is_read=False)

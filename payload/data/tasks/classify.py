@@ -23,7 +23,7 @@ class ClassifyTask(Task):
     flags = ("--label-column", "--label-map")
 
     def add_flags(self, add: AddFlag) -> None:
-        """Declare `flags`."""
+        """Add the task's `flags` to the parser."""
         add(
             "--label-column",
             metavar="NAME",

@@ -126,7 +126,7 @@ class _Text:
 
 
 class _TextSplit:
-    """A split of the texts by their indices. It has the interface of `Split`."""
+    """A split of the texts by their indices. The class has the interface of `Split`."""
 
     def __init__(self, record: SplitRecord, is_val: npt.NDArray[np.bool_]) -> None:
         self.record = record

@@ -37,7 +37,7 @@ class Groups:
         self._numbers = {}
 
     def number_of(self, row: Row) -> int:
-        """Return the number of a row's group; without groups, its index. Raises DataError."""
+        """Return the number of a row's group; without groups, the row's index. Raises DataError."""
         if self._column is None:
             return row.number
         if self._column not in row.values:

@@ -12,8 +12,8 @@ from payload.data.sources.split import more_validation
 _ENOUGH_VAL_TEXTS = 3
 _MOST_VAL_SHARE = 0.3
 _UNEQUAL = 3
-"""Ratio of the texts of the most and least frequent label from which class weights are
-suggested."""
+"""Ratio from which class weights are suggested: texts of the most frequent label, divided by texts
+of the least frequent label."""
 
 
 def label_notes(

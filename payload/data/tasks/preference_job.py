@@ -93,7 +93,7 @@ def preference_job(args: argparse.Namespace) -> PreferenceJob:
 
 @dataclass(frozen=True, slots=True)
 class _Rendered:
-    """The two conversations of a row as text, and the ranges of characters of the answers."""
+    """The two conversations of a row as text, and the character ranges of the answers."""
 
     row: Row
     group: int
@@ -269,7 +269,7 @@ class PreferenceJob:
     def _is_comparable(self, pair: _Pair, row: Row) -> bool:
         """Return True if both answers have trained tokens and differ. Otherwise, skip the row.
 
-        Raises DataError unless the user allowed skipping.
+        Raises DataError if the user did not allow skipping.
         """
         length = self.length
         for name, trained in zip(ANSWERS, pair.trained, strict=True):

@@ -19,11 +19,11 @@ from payload.data.writing.resumable_token_files import (
 
 _SKETCH = np.dtype([("row", "<i8"), ("values", "<u4", (SKETCH_VALUES,))])
 _NOT_WORDS = ("role", "type", "id", "tool_call_id")
-"""Keys of messages whose values are not part of the conversation's text."""
+"""Keys of messages with values that are not part of the conversation's text."""
 
 
 class RowSketches:
-    """The sketches of all rows, at 520 bytes per row. Empty unless near duplicates are removed."""
+    """The sketches of all rows, at 520 bytes per row. Empty if near duplicates are kept."""
 
     def __init__(self, *, is_needed: bool) -> None:
         self.is_needed = is_needed
@@ -70,7 +70,10 @@ class RowSketches:
 
 
 def message_texts(messages: tuple[Message, ...] | list[Message]) -> Iterator[str]:
-    """Yield the texts of a conversation, except system messages, which many rows have in common."""
+    """Yield the texts of a conversation without system messages.
+
+    Many rows have the same system message.
+    """
     for message in messages:
         if message["role"] not in ("system", "developer"):
             yield from _texts(message)

@@ -46,7 +46,7 @@ class EncodedTexts:
         return found
 
     def replaced(self, others: Mapping[int, EncodedTexts]) -> EncodedTexts:
-        """Return the encodings, with those in `others` at the given indices of texts."""
+        """Return a copy in which `others` replaces texts. The keys are indices of the texts."""
         return joined([others.get(index, each) for index, each in enumerate(self.parts())])
 
 
@@ -92,7 +92,7 @@ class SampleEncoder:
         return self._encoder.name
 
     def choose_fast(self, *, seed: int, log: Callable[[str], None]) -> None:
-        """Encode with gigatoken from now on, if its results for difficult texts are right.
+        """Encode with gigatoken from now on, if it encodes difficult texts as the reference does.
 
         `log` receives a line with the choice and its reason.
         """

@@ -94,7 +94,7 @@ class SampleFiles:
     """The samples of a run, in the order of the rows."""
 
     def __init__(self, store: ResumableTokenFiles | None) -> None:
-        """For a dry run there is no `store`: only the lengths of the samples are kept.
+        """A dry run has no `store`, and keeps only the lengths of the samples.
 
         A `store` that was resumed has the samples of an earlier run.
         """
@@ -121,8 +121,8 @@ class SampleFiles:
     def index(self) -> npt.NDArray[Any]:
         """Return `row`, `group`, `length`, `trained` and `key` of every sample.
 
-        `trained` is the number of trained tokens. Samples with equal keys have equal tokens, of
-        which the same ones are trained.
+        `trained` is the number of trained tokens. Samples with equal keys have the same tokens and
+        the same trained tokens.
         """
         self._parts = [np.concatenate([np.empty(0, dtype=_INDEX), *self._parts])]
         return self._parts[0]
@@ -177,7 +177,7 @@ class SampleFiles:
     def _chunks(
         self, folder: Path | None, blocks: Blocks, *, length: int, fill: Callable[..., Any]
     ) -> Iterator[npt.NDArray[Any]]:
-        """Yield the results of `fill`, each for several blocks."""
+        """Yield parts of a file. `fill` makes each part from several blocks."""
         assert folder is not None, "a dry run has no files"
         lengths = self.index()["length"].astype(np.int64)
         starts = np.cumsum(lengths) - lengths

@@ -143,7 +143,7 @@ def _in_spans(
     """Return for each token whether one of its characters is in a span of its text.
 
     A byte-level tokenizer trims white space from the ranges. So a token of only white space has an
-    empty range; it counts as starting where the token before it ends.
+    empty range. Such a token counts as starting where the previous token ends.
     """
     sizes = np.fromiter(map(len, texts), dtype=np.int64, count=len(texts))
     # Positions count through all texts. The gaps keep a token within its own text.

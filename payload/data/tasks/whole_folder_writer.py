@@ -1,4 +1,4 @@
-"""Writes a data folder whose files are made after all rows were read."""
+"""Writes a data folder with files that are made after all rows were read."""
 
 from __future__ import annotations
 
@@ -103,10 +103,10 @@ def estimate_whole(job: WholeJob) -> tuple[str, Estimate]:
 def prepare_whole(
     rows: Rows, settings: PrepareSettings, reporter: Reporter, make: Callable[[str], PreparedData]
 ) -> PrepareResult:
-    """Make the data folder from rows, unless it already holds this data. Raises DataError.
+    """Make the data folder from rows, if it does not hold this data yet. Raises DataError.
 
-    `make` receives the fingerprint of the source and the settings. With the fingerprint, it
-    recognises the files of an interrupted run that can be resumed.
+    `make` receives the fingerprint of the source and the settings, and uses it to find the files of
+    an interrupted run to resume.
     """
     reporter.log(f"source: {rows.label}")
     started_s = time.monotonic()

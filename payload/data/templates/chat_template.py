@@ -224,7 +224,7 @@ class ChatTemplate:
 
 
 def templates_of(files: Mapping[str, bytes]) -> list[str]:
-    """Return the chat templates in a tokenizer's files; the first one takes precedence."""
+    """Return the chat templates in a tokenizer's files; the first template takes precedence."""
     config = json.loads(files.get(CONFIG_FILE, b"{}"))
     found = [files[TEMPLATE_FILE].decode("utf-8")] if TEMPLATE_FILE in files else []
     given = config.get("chat_template") if isinstance(config, dict) else None

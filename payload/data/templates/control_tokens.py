@@ -1,10 +1,11 @@
 """Special tokens that occur inside the text of a row, where they are encoded as plain text.
 
-Only special tokens that the template writes have their meaning. Otherwise, a special token in a
-question, a tool result or a tool's description would end or begin a turn there. Such tokens are
-enclosed in marks before the template renders the row. The marks are then removed from the rendered
-text. The assistant's own messages are unchanged: data sets write calls and thoughts into the
-answers as special tokens. Source of the approach: `sanitize_control_tokens` of transformers 5.23.
+Only special tokens that the template writes are encoded as special tokens. Otherwise a special
+token in a question, a tool result or a tool's description would end or begin a turn. Special tokens
+in a row are enclosed in marks before the template renders the row. The marks are then removed from
+the rendered text. The assistant's own messages are unchanged: data sets write calls and thoughts
+into the answers as special tokens. Source of the approach: `sanitize_control_tokens` of
+transformers 5.23.
 """
 
 from __future__ import annotations

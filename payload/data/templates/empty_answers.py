@@ -1,4 +1,4 @@
-"""Finds answers of which training covers only the stop token."""
+"""Finds answers in which the stop token is the only trained token."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Probe = Callable[[Sequence[Message], Any], str | None]
 _UNCHECKED_KEYS = frozenset({"role", "content", "id", "tool_call_id"})
 """Keys that the format needs or that only number a message."""
 _NAME = "name"
-"""Key with the name of a speaker, or of the function whose result a message has."""
+"""Key with the name of a speaker, or of the function that produced the result in a message."""
 _TOOL_ROLES = ("tool", "function", "ipython", "observation")
 _CALLS = "tool_calls"
 _CALL_KEYS = ("id", "type", "index", "function")
@@ -36,8 +36,8 @@ _OTHER_TEMPLATE = "Use another template with --chat-template."
 _LONG_ENOUGH = 4
 """Minimum length of a text that another text does not contain by chance."""
 _MOST_PIECES = 16
-"""Limit on the pieces of a content that are rendered with a change, each to find out if it is
-lost."""
+"""Limit on the number of pieces of a content. Each piece is changed and rendered to find out if the
+template leaves it out."""
 
 
 def require_rendered(
@@ -132,7 +132,7 @@ def require_rendered(
 
 
 def _with_other_thought(message: Message, thought: str) -> Message:
-    """Return the message with another text for its thought; the white space around it stays."""
+    """Return the message with another thought. The white space around the thought stays."""
     texts = {key: message.get(key) for key in (*THOUGHT_KEYS, "content")}
     return {
         **message,
@@ -192,7 +192,8 @@ def _is_in(texts: Sequence[str], text: str) -> bool:
 
 
 def _is_surely_in(texts: Sequence[str], text: str) -> bool:
-    """Return True if `text` contains all of `texts`, and at least one is too long for chance."""
+    """Return True if `text` contains all of `texts`, and one of them is too long to match by
+    chance."""
     return any(len(each) >= _LONG_ENOUGH for each in texts) and _is_in(texts, text)
 
 

@@ -91,7 +91,7 @@ class RenderedRow:
         )
 
     def _mark_special_tokens(self) -> None:
-        """Mark the row's special tokens, unless the marks would change the rendered text.
+        """Mark the row's special tokens, if the marks do not change the rendered text.
 
         Raises DataError if a text of the row already contains a mark.
         """
@@ -203,7 +203,7 @@ class RenderedRow:
         return None if text is None else without_marks(text)
 
     def _rejection(self, reason: str) -> RejectedError:
-        """Return the error for a rejected row. The template may have left out a call."""
+        """Return the error for a rejected row. The error also names a left-out call."""
         number = next((n for n, each in enumerate(self._messages) if each.get("tool_calls")), None)
         if number is None or not self._template.leaves_out_calls():
             return RejectedError(str(self._template.error(reason)))

@@ -63,7 +63,7 @@ def generation_stops(folder: Path) -> tuple[str, tuple[str, ...]] | None:
 
 
 def first_of(tokens: tuple[str, ...], text: str, start: int = 0) -> tuple[int, int] | None:
-    """Return the range of characters of the first of `tokens` that begins at or after `start`.
+    """Find the first of `tokens` at or after `start`, and return its range of characters.
 
     If several tokens begin at the same place, returns the range of the longest token.
     """

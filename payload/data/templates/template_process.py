@@ -26,13 +26,14 @@ _WORKER = Path(__file__).with_name("template_worker.py")
 _MAX_ANSWER_BYTES = 512 * 2**20
 _BUFFER_BYTES = 2**18
 _PIPE_BYTES = 2**20
-"""Buffer size of each pipe, with which neither process waits for the other during a batch."""
+"""Buffer size of each pipe in bytes. With this size, the two processes do not wait for each other
+during a batch."""
 
 
 MAX_CONSECUTIVE_ENDS = 5
-"""Limit on the consecutive conversations that end the process; then the template is given up.
+"""Number of consecutive conversations that end the process, after which the template is not used.
 
-Each of them can take `CPU_SECONDS`.
+Each such conversation can take `CPU_SECONDS`.
 """
 
 
@@ -45,7 +46,7 @@ class TemplateUnusableError(TemplateFailedError):
 
 
 class _WorkerEndedError(TemplateFailedError):
-    """The process ended before it answered."""
+    """The process ended before it sent a response."""
 
 
 class TemplateProcess:
@@ -68,7 +69,7 @@ class TemplateProcess:
         self._owner = 0
         self._consecutive_ends = 0
         self._num_sent = 0
-        """Number of requests in the current batch whose responses have not been read."""
+        """Number of requests in the current batch for which no response was read yet."""
         self._received: list[Any] | None = None
         """Results of the current batch, if they had to be read before a `call`."""
         self._is_batch_safe = True
@@ -94,7 +95,7 @@ class TemplateProcess:
     def send(self, requests: Sequence[str]) -> None:
         """Send a batch of requests, each made by `encode`. `receive` returns their results.
 
-        The process works on the batch in the meantime. Only one batch can be under way.
+        The process works on the batch in the meantime. Only one batch can be in progress.
         """
         assert not self._num_sent and self._received is None, "receive() comes first"
         try:
@@ -124,7 +125,7 @@ class TemplateProcess:
             self.receive()
 
     def note_success(self) -> None:
-        """Record that a conversation did not end the process, after a result of `receive`."""
+        """Record that a conversation of the received batch did not end the process."""
         self._consecutive_ends = 0
 
     def call(self, method: str, **request: object) -> Any:

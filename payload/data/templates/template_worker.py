@@ -8,8 +8,8 @@ Requests and responses are JSON lines on stdin and stdout. The first request has
 every later request has a conversation. A response has `error` if the template failed. A line with
 `batch` has several requests. Each has its own response line and its own limit of processor time.
 
-The environment of a template is that of transformers' `apply_chat_template`. Source:
-transformers 5.23, `utils/chat_template_utils.py` and `tokenization_utils_base.py`.
+A template has the same environment as in transformers' `apply_chat_template`. Source: transformers
+5.23, `utils/chat_template_utils.py` and `tokenization_utils_base.py`.
 """
 
 from __future__ import annotations
@@ -271,8 +271,10 @@ def _undeclared(environment: Environment, parsed: Ast) -> set[str]:
 
 
 def _late(generator: type[_Generator]) -> type[_Generator]:
-    """Return a code generator that computes no value at compile time: the text of
-    'x' * 200000000 would be written into the program."""
+    """Return a code generator that computes no value at compile time.
+
+    Otherwise, the text of 'x' * 200000000 would be written into the program.
+    """
     from jinja2 import nodes
     from jinja2.compiler import Frame
 
@@ -285,7 +287,7 @@ def _late(generator: type[_Generator]) -> type[_Generator]:
 
 
 class _Dict:
-    """Jinja's `dict` without access to the type."""
+    """Jinja's `dict` without access to the Python type."""
 
     def __call__(self, *values: Any, **named: Any) -> dict[Any, Any]:
         return dict(*values, **named)

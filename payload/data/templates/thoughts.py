@@ -62,7 +62,7 @@ def prompt_tail(prompt: str) -> PromptTail | None:
 
 @lru_cache(maxsize=1024)
 def _may_end(end: str) -> bool:
-    """Return True if `end` is a mark of thoughts, or can be the last part of such a mark."""
+    """Return True if `end` is a mark of thoughts, or can be a suffix of such a mark."""
     return end.strip() == "<|sep|>" or _TAIL.search(end) is not None
 
 
@@ -100,8 +100,9 @@ def without_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pieces_of(content: str) -> Iterator[tuple[str, int, int]]:
-    """Yield each line, and each text before or after a mark of thoughts, with the indices of
-    its first character and behind its last one. The texts have no white space around them."""
+    """Yield each line, and each text before or after a mark of thoughts, with the index of the
+    first character and the index after the last character. The texts have no white space around
+    them."""
     start = 0
     for border in (*_BORDER.finditer(content), None):
         end = len(content) if border is None else border.start()

@@ -23,7 +23,7 @@ _CHOICES: Mapping[Thoughts, str] = {
 
 
 def how_thoughts(template: ChatTemplate, variables: Mapping[str, Any], thoughts: Thoughts) -> str:
-    """Return what the template does with thoughts, and what the choice of --thoughts trains."""
+    """Return text on how the template renders thoughts, and on which text --thoughts trains."""
     thought = dict.fromkeys(KEYS, _THOUGHT)
     messages = [
         {"role": "user", "content": _QUESTION},

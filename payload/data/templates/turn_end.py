@@ -34,7 +34,8 @@ class TurnEnd:
     next: str
     """The text after the answer, up to the stop token, if another message follows."""
     prompt_only: str = ""
-    """The last part of the generation prompt, if an answered turn does not contain this part."""
+    """Suffix of the generation prompt that an answered turn does not contain; "" without such
+    text."""
     opener: str = ""
     """The first token of the generation prompt, which begins a turn of the assistant."""
     header: str = ""

@@ -143,9 +143,11 @@ class TurnFinder(RenderedRow):
         return prompt + line + rest, len(prompt)
 
     def _behind(self, head: str, number: int, answered: str) -> int:
-        """Return where the prompt ends in `answered`, in which earlier messages may look different.
+        """Return where the prompt ends in `answered`.
 
-        The prompt ends after the longest last part of `head` that occurs in `answered` before the
+        Earlier messages may be rendered differently there.
+
+        The prompt ends after the longest suffix of `head` that occurs in `answered` before the
         answer. The white space at the end of `head` may differ there.
         """
         space = _white_end(head)
@@ -263,9 +265,9 @@ class TurnFinder(RenderedRow):
 
 
 def _overlap(ending: str, text: str, start: int) -> int:
-    """Return the length of the longest last part of `ending` that `text` has at `start`.
+    """Return the length of the longest suffix of `ending` that `text` has at `start`.
 
-    A short part counts as chance, and the result is 0, unless the part is white space.
+    A short suffix can match by chance. For such a suffix the result is 0, except for white space.
     """
     for index in range(len(ending)):
         common = ending[index:]

@@ -3,9 +3,8 @@
 A turn is a trained message of the assistant. At inference a server renders the messages before the
 turn with the generation prompt, and the model continues this prompt up to a stop token. So the
 model is trained on the text that the template adds to the prompt when the turn is the last message.
-Several turns share one sample if a longer rendered text begins with the prompt and the text of each
-of them. Templates that render earlier turns differently, for example without thoughts, need several
-samples.
+Several turns share one sample if a longer rendered text begins with each turn's prompt and text.
+Templates that render earlier turns differently, for example without thoughts, need several samples.
 """
 
 from __future__ import annotations
@@ -91,7 +90,9 @@ class RowRendering:
         return _samples(whole, turns, has_unmarked=self._row.has_unmarked)
 
     def _with_text_arguments(self) -> TurnFinder:
-        """Return a row that has the arguments of calls as JSON text, which some templates require.
+        """Return the finder for a row with the calls' arguments as JSON text.
+
+        Some templates require this.
 
         Called while a RejectedError is handled. For a row without such calls, the error is raised
         again.
@@ -106,7 +107,7 @@ class RowRendering:
 def _samples(whole: str, turns: list[Turn], *, has_unmarked: bool) -> list[RenderedSample]:
     """Return the samples.
 
-    Several turns share a sample if its text begins with the text of each of these turns.
+    Several turns share a sample if the sample's text begins with the text of each of these turns.
     """
     texts: list[tuple[str, list[Span]]] = []
     for turn in reversed(turns):
@@ -135,7 +136,7 @@ def _samples(whole: str, turns: list[Turn], *, has_unmarked: bool) -> list[Rende
 
 
 def _with_text_arguments(conversation: Conversation) -> Conversation | None:
-    """Return the conversation with arguments of calls as JSON text, or None without such calls."""
+    """Return the conversation with the calls' arguments as JSON text; None if nothing changes."""
     messages: list[Message] = []
     for message in conversation.messages:
         calls = [dict(each) for each in message.get("tool_calls") or ()]

@@ -1,4 +1,4 @@
-"""Tokenizers: the packaged one of GPT-2, and any tokenizer.json. `load_tokenizer` loads them."""
+"""Tokenizers: GPT-2's, which is packaged, and any tokenizer.json. `load_tokenizer` loads both."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _FIX = "Use a folder with tokenizer.json, a run, a hub name (owner/name[@revisio
 def load_tokenizer(name: str, added: Sequence[str] = ()) -> TextTokenizer:
     """Return the tokenizer called `name`, with the special tokens `added`.
 
-    `gpt2` is the packaged tokenizer. Other names are a folder with tokenizer.json (such as a model
-    or a checkpoint), a GGUF file, a run, or a name on the Hugging Face hub with an optional
-    @revision. If the files produce the same tokens as GPT-2's, the packaged tokenizer is returned.
-    Raises DataError, or CheckpointError for a GGUF file.
+    `gpt2` is the packaged tokenizer. Any other name is one of these: a folder with tokenizer.json
+    (such as a model or a checkpoint), a GGUF file, a run, or a name on the Hugging Face hub with an
+    optional @revision. If the files produce the same tokens as GPT-2's, the packaged tokenizer is
+    returned. Raises DataError, or CheckpointError for a GGUF file.
     """
     if name == TOKENIZER_NAME and not added:
         return gpt2_tokenizer()
@@ -41,7 +41,7 @@ def load_tokenizer(name: str, added: Sequence[str] = ()) -> TextTokenizer:
 
 
 def load_hf_tokenizer(name: str, added: Sequence[str] = ()) -> tuple[HfTokenizer, Path]:
-    """Load a tokenizer from files, never the packaged one. Return it with the folder of the files.
+    """Load a tokenizer from files, even for GPT-2. Return the tokenizer and the files' folder.
 
     The special tokens `added` are added to the returned tokenizer, but not to the files. Raises
     DataError.

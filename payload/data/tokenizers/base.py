@@ -59,7 +59,8 @@ class TextTokenizer(ABC):
     after: tuple[int, ...] = ()
     """Tokens that the tokenizer appends to a text."""
     end: tuple[int, ...]
-    """Tokens that are put after a document. The last one is the end-of-document token."""
+    """Tokens that are put after a document. The last of these tokens is the end-of-document
+    token."""
     end_note: str | None = None
     """Sentence that names the end-of-document token, and the file that defines this token."""
     files: Mapping[str, bytes] = field(default_factory=dict)

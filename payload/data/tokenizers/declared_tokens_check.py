@@ -93,7 +93,7 @@ def _encode_as_text(text: str, backend: Tokenizer) -> str:
 
 
 def _first_different_flag(flags: Mapping[str, Any] | None, token: Any) -> str | None:
-    """Return the first flag whose declared value differs from its value in tokenizer.json."""
+    """Return the first flag with a declared value that differs from the value in tokenizer.json."""
     return next(
         (each for each in _FLAGS if flags and bool(flags.get(each)) != getattr(token, each)), None
     )

@@ -38,9 +38,9 @@ _CHARACTER_BATCH = 4096
 class HfFast(FastTokenizer):
     """gigatoken for one tokenizer.json.
 
-    gigatoken and `tokenizers` use different versions of Unicode. So each character beyond ASCII is
-    encoded by both when it first occurs, between neighbours of every kind. Texts with a character
-    that the two encode differently are left to the reference encoder.
+    gigatoken and `tokenizers` use different versions of Unicode. So both encode each non-ASCII
+    character when it first occurs, between neighbours of every kind. If the results differ, the
+    reference encoder encodes all texts with this character.
     """
 
     def __init__(self, tokenizer_class: Any, raw: Mapping[str, Any]) -> None:

@@ -275,7 +275,7 @@ _RARE_TEXT = "\U0010fffd\ue000"
 
 
 def _unknown(model: Mapping[str, Any], backend: Tokenizer) -> int | None:
-    """Return the token for unknown text. Models of the type Unigram store its id."""
+    """Return the token for unknown text. Models of the type Unigram store the id of this token."""
     token, number = model.get("unk_token"), model.get("unk_id")
     if isinstance(token, str):
         number = backend.token_to_id(token)

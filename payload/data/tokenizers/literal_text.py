@@ -22,12 +22,12 @@ _FILL = "\U000ffffd"
 
 
 class LiteralTextEncoder:
-    """A tokenizer whose special tokens have new names.
+    """A tokenizer with new names for the special tokens.
 
     Special tokens that the template wrote are renamed, in the text and in the tokenizer. Special
     tokens that came from a row keep their names. The tokenizer does not know these names as special
     tokens any more, and encodes them together with the text around them. A new name has as many
-    characters as the old one, so that ranges stay the same.
+    characters as the old name, so that ranges stay the same.
     """
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
@@ -59,8 +59,9 @@ class LiteralTextEncoder:
         """Return tokens, their ranges of characters, and whether the encoding succeeded.
 
         `literal` are the ranges of characters to encode as plain text. The last value is False if
-        the tokenizer still encodes one of them as a special token. It is also False if the text has
-        a character that new names use. Then all special tokens keep their meaning.
+        the tokenizer still encodes one of these ranges as a special token. It is also False if the
+        text has a character that is reserved for the new names; special tokens are then not
+        renamed.
         """
         tokenizer = self._tokenizer
         if any(ord(each) >= _FIRST_NAME for each in text):

@@ -24,7 +24,7 @@ IGNORES_MERGES = ("llama-bpe", "tekken")
 """Tokenizers that encode a text in the vocabulary as one token, even if the merges do not produce
 this token.
 
-For these, llama.cpp puts the BOS token before a text, unless the file has `add_bos_token`.
+For these tokenizers, llama.cpp puts the BOS token before a text if the file has no `add_bos_token`.
 """
 WORD_START = "\u2581"
 """Character that represents a space in the tokens of a SentencePiece vocabulary."""

@@ -54,7 +54,7 @@ class TokenRanges:
     def inexact(
         self, tokens: npt.NDArray[np.uint32], offsets: Numbers, texts: Sequence[bytes]
     ) -> list[int]:
-        """Return the indices of texts whose tokens are not exactly the bytes of the text.
+        """Return the indices of texts for which the tokens are not exactly the bytes of the text.
 
         Text i has tokens[offsets[i]:offsets[i + 1]].
         """

@@ -42,7 +42,8 @@ TRICKY_TEXTS = (
     "a" * 3000,
     "ab1!" * 500,
 )
-"""Texts on which tokenizers have disagreed. The encoders are compared on them before every run."""
+"""Texts on which tokenizers have disagreed. The encoders are compared on these texts before every
+run."""
 
 # gigatoken caches every word: 320 MB of distinct words needed 2.8 GB. Creating a new tokenizer
 # takes 0.06 s and frees that memory.
@@ -57,7 +58,7 @@ _SAMPLE_PREFIX_BYTES = 16 * 1024
 
 
 class EncoderMismatchError(Exception):
-    """Raised if the tokens of the fast encoder differ from those of the reference encoder."""
+    """Raised if the fast encoder and the reference encoder return different tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +80,10 @@ class Encoder(Protocol):
         """Return the tokens of every text."""
 
     def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
-        """Compare a sample of the tokens from `encode` with those of the reference encoder.
+        """Compare a sample of the tokens from `encode` with the reference encoder's tokens.
 
-        The tokens must not be used before. One thread can compare while another encodes the next
-        texts. Raises EncoderMismatchError.
+        The caller must not use the tokens before this check. One thread can run the check while
+        another encodes the next texts. Raises EncoderMismatchError.
         """
 
 
@@ -133,7 +134,7 @@ class GigatokenEncoder:
     def check_sample(self, texts: Sequence[bytes], encoded: Encoded) -> None:
         """Compare random texts with the reference encoder.
 
-        These are 1/512 of the bytes, and more of the first batch.
+        The sample has 1/512 of the bytes; it is larger for the first batch.
         """
         budget = max(sum(map(len, texts)) * _SAMPLE_SHARE, self._first_sample_bytes)
         self._first_sample_bytes = 0

@@ -72,7 +72,7 @@ class PrepareSettings:
     allow_odd_tokenizer: bool = False
     """Continue if the tokens do not seem to represent the text."""
     shaping: tuple[str, ...] = ()
-    """Further values on which the output depends. The fingerprint covers these values, too."""
+    """Further values on which the output depends. The fingerprint also covers these values."""
 
     def dtype(self) -> TokenDtype:
         """Return the dtype of the tokens in the files."""
@@ -206,7 +206,8 @@ def new_folder(out: Path) -> Iterator[None]:
 
 
 def check_folder(settings: PrepareSettings, identity: Sequence[Any]) -> DataMeta | None:
-    """Return the meta.json of a folder that already has this output, or None if it must be made.
+    """Return the meta.json of a folder that already has this output, or None if the output must be
+    made.
 
     Raises DataError.
     """
@@ -269,7 +270,8 @@ def _require_same_special_tokens(meta: DataMeta, settings: PrepareSettings) -> N
 def _fingerprints_of_same(
     meta: DataMeta, settings: PrepareSettings, identity: Sequence[Any]
 ) -> set[str]:
-    """Return fingerprints of `settings`, one for each equivalent fraction for validation."""
+    """Return the fingerprints of `settings` with each val_fraction that gives the folder's
+    split."""
     requested, used = settings.val_fraction, meta.split.val_fraction
     shares = {requested}
     if requested == used:

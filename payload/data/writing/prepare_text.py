@@ -51,7 +51,7 @@ class PrepareResult:
     worked_s: float = 0.0
     """Seconds spent on tokenizing, writing and hashing.
 
-    The time includes reading, unless all texts were read before to count them.
+    The time includes reading, except if all texts were read earlier, to count the documents.
     """
 
 
@@ -100,7 +100,7 @@ def warn_if_few(meta: DataMeta, reporter: Reporter) -> None:
 
 
 def _split_documents(meta: DataMeta) -> int:
-    """Return how many documents were split. Each counts once, whatever its weight is."""
+    """Return how many documents were split. A document counts once, whatever its weight."""
     if meta.selection is None:
         return meta.train_documents + meta.val_documents
     return sum(
@@ -109,7 +109,7 @@ def _split_documents(meta: DataMeta) -> int:
 
 
 class _Run:
-    """A run whose output does not exist yet."""
+    """A run that has to make the output."""
 
     def __init__(
         self, source: Source, settings: PrepareSettings, reporter: Reporter, fingerprint: str

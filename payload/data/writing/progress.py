@@ -44,7 +44,7 @@ class Reporter:
             sys.stderr.flush()
 
     def start(self, survey: Survey, before: Totals) -> None:
-        """Start the progress display. `before` has the totals of an interrupted run."""
+        """Start the progress display. `before` has the totals that an interrupted run reached."""
         self._survey = survey
         self._bytes_before, self._share_before = before.text_bytes, self._share(before) or 0.0
         self._started_s = self._last_line_s = time.monotonic()

@@ -1,11 +1,11 @@
 """Files that are being written, and the journal file from which an interrupted run resumes.
 
 The output is written to *.partial files. After every shard, the files are flushed to disk. Then a
-line is appended to the journal. It has the lengths and counts of the files, and the cursor of the
-source. A resumed run truncates the files to the last complete line of the journal and continues, so
-the result is the same as without interruption. Finally the files are renamed, and meta.json is
-written last. Conversations are packed after all are tokenized. Until then, the samples are in
-separate files, which are removed at the end.
+line is appended to the journal. This line has the lengths and counts of the files, and the cursor
+of the source. A resumed run truncates the files to the last complete line of the journal and
+continues, so the result is the same as without interruption. Finally the files are renamed, and
+meta.json is written last. Conversations are packed after all are tokenized. Until then, the samples
+are in separate files, which are removed at the end.
 """
 
 from __future__ import annotations
@@ -290,8 +290,8 @@ def writing_to(folder: Path) -> Iterator[None]:
 def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold the lock of `folder`, so that no other `prepare` writes to it.
 
-    If another `prepare` holds the lock, this waits with `wait`, and otherwise raises DataError. It
-    also raises DataError if a file that `prepare` would open is not a regular file.
+    If another `prepare` holds the lock, waits if `wait` is True, and otherwise raises DataError.
+    Also raises DataError if a file that `prepare` would open is not a regular file.
     """
     path = folder / LOCK_NAME
     partials = (partial_path(folder, name) for name in _NAMES)
@@ -334,7 +334,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _require_own(path: Path) -> None:
-    """Raise DataError unless a file is regular.
+    """Raise DataError if a file exists and is not a regular file.
 
     Writing through a link would change the target of the link.
     """

@@ -1,8 +1,8 @@
 """Checks that tokens represent the text, while the text is tokenized.
 
-A tokenizer with an empty vocabulary, or one for a different kind of text, produces tokens that do
-not represent the text. Training on these tokens fails late, or ends without an error and with a
-useless model.
+A tokenizer with an empty vocabulary, or a tokenizer for a different kind of text, produces tokens
+that do not represent the text. Training on these tokens fails late, or ends without an error and
+with a useless model.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ MAX_UNKNOWN = 0.01
 MAX_LOST = 0.01
 """Highest fraction of a sample's characters that may be lost by decoding."""
 _MIN_ROWS_USED = 0.5
-"""Minimum fraction of a model's vocabulary that its tokenizer must use. It is below 1 because
-models pad the vocabulary."""
+"""Minimum fraction of a model's vocabulary that its tokenizer must use. The fraction is below 1
+because models pad the vocabulary."""
 _FIRST_CHECK_BYTES = 256 * 1024
-"""Size of the text after which the rates are checked for the first time. They are checked again at
-the end."""
+"""Size of the text after which the rates are checked for the first time. The rates are checked
+again at the end."""
 _SAMPLE_BYTES = 256 * 1024
-"""Size of the text that is decoded for comparison. Decoding it takes 0.1 s."""
+"""Size of the text that is decoded for comparison. Decoding this text takes 0.1 s."""
 _SAMPLE_TEXT_BYTES = 16 * 1024
 _FIX = (
     "Use the model's tokenizer with --tokenizer, or keep this tokenizer with --allow-odd-tokenizer."

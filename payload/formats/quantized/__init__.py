@@ -1,1 +1,1 @@
-"""Quantised checkpoints: recognises the format, and which stored tensors form each weight."""
+"""Quantised checkpoints: finds the format, and the stored tensors of each weight."""

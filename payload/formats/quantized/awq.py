@@ -43,7 +43,7 @@ class _Settings:
 
 
 class Awq(Format):
-    """Linears whose weights are integers that are packed along the outputs."""
+    """Linears with integer weights that are packed along the outputs."""
 
     def __init__(self, config: Mapping[str, Any], *, where: str) -> None:
         """Read quantization_config. Raises CheckpointError for an unsupported layout."""

@@ -44,7 +44,7 @@ class _Settings:
 
 
 class Gptq(Format):
-    """Linears whose weights are integers that are packed along the inputs."""
+    """Linears with integer weights that are packed along the inputs."""
 
     def __init__(self, config: Mapping[str, Any], *, where: str) -> None:
         """Read quantization_config. Raises CheckpointError for an unsupported layout."""

@@ -31,7 +31,7 @@ class StoredWeight(TensorHeader):
     bits: int
     """Number of bits of a stored value."""
     block: tuple[int, int]
-    """Numbers of rows and of columns of the weight that share a scale."""
+    """Size (rows, columns) of the block of the weight that shares one scale."""
     zero_offset: int = 0
     """Number that is added to each stored zero point."""
     rounded_to: str | None = None
@@ -43,7 +43,7 @@ class Format(ABC):
     """A format of quantised checkpoints, with the settings that config.json gives."""
 
     unused: tuple[str, ...] = ()
-    """Suffixes of the names of those tensors that are not needed to dequantise a weight."""
+    """Name suffixes of tensors that are not needed to dequantise a weight."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -97,7 +97,8 @@ def part(headers: Mapping[str, TensorHeader], name: str, *, weight: TensorHeader
 def require_kind(
     header: TensorHeader, name: str, *, dtypes: tuple[str, ...], shape: tuple[int, ...]
 ) -> None:
-    """Raise CheckpointError unless the tensor `name` has one of `dtypes`, and this shape."""
+    """Raise CheckpointError if the tensor `name` has a different shape, or a dtype not in
+    `dtypes`."""
     if header.dtype not in dtypes:
         refuse(header, name, f"is {header.dtype}, but must be {' or '.join(dtypes)}")
     if header.shape != shape:
@@ -119,7 +120,7 @@ def described(header: TensorHeader) -> str:
 
 
 def group_size(columns: int, groups: int, *, configured: int | None) -> int | None:
-    """Return how many columns share a scale, or None if the columns cannot have this many groups.
+    """Return how many columns share a scale; None if `groups` groups do not fit `columns` columns.
 
     `configured` is the group size in config.json, where None and -1 mean all columns. The last
     group can be shorter.

@@ -1,4 +1,4 @@
-"""The interface of an engine, which turns the requirements of a run into a job file."""
+"""The interface of an engine. An engine turns the requirements of a run into a job file."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Engine(ABC):
     needs_image: ClassVar[bool] = False
     takes_image: ClassVar[bool] = True
     storage: ClassVar[str]
-    """The kind of thing that `--storage` names for this engine, as text for messages."""
+    """The kind of storage that `--storage` names for this engine, for messages."""
     storage_pattern: ClassVar[re.Pattern[str]]
     """Pattern of a valid storage name."""
     storage_characters: ClassVar[str]

@@ -22,7 +22,7 @@ class TrainJob(Engine):
     storage_characters = kubernetes.STORAGE_CHARACTERS
 
     def render(self, job: ExportJob) -> str:
-        """Return the TrainJob and its runtime; only a runtime can declare volumes and restarts."""
+        """Return the TrainJob and its runtime. Volumes and restarts are declared in the runtime."""
         runtime: dict[str, Value] = {
             "apiVersion": _API,
             "kind": "TrainingRuntime",

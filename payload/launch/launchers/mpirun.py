@@ -58,8 +58,8 @@ class Mpirun(Launcher):
     def argv(self, job: Job) -> tuple[str, ...]:
         """Return the command line of mpirun, with the option names of Intel's guides.
 
-        Without `-noconf`, mpirun reads options from `mpiexec.conf` in the current folder, which
-        could start any program.
+        Without `-noconf`, mpirun reads options from `mpiexec.conf` in the current folder. These
+        options could start any program.
         """
         variables = [text for item in sorted(job.environment.items()) for text in ("-genv", *item)]
         return (
@@ -76,9 +76,10 @@ class Mpirun(Launcher):
         On one node, hydra forks, so that it uses neither ssh nor a scheduler that it detects by
         mistake. On several nodes, hydra uses ssh with the run's key. It splits the arguments of ssh
         at spaces, so the path of ssh's config must not contain a space. With the interface set,
-        hydra need not resolve the hostname of the head, which fails on many machines ("getaddrinfo
-        ... Temporary failure in name resolution"). Pinning is off because each rank sets its CPU
-        affinity from the rank file. I_MPI_FABRICS does not matter: the ranks send nothing by MPI.
+        hydra need not resolve the hostname of the head. Resolving it fails on many machines
+        ("getaddrinfo ... Temporary failure in name resolution"). Pinning is off because each rank
+        sets its CPU affinity from the rank file. I_MPI_FABRICS does not matter: the ranks send
+        nothing by MPI.
         """
         settings = {"I_MPI_HYDRA_BOOTSTRAP": "ssh" if reach.ssh else "fork"}
         if reach.ssh:

@@ -52,8 +52,8 @@ class Layer:
     """Number of tokens that a token attends to, including itself; None = all up to itself."""
     rope: Rope
     keys_from: int | None
-    """Index of the earlier layer whose keys and values this layer uses; None = this layer has its
-    own."""
+    """Index of the earlier layer that provides this layer's keys and values; None = this layer has
+    its own keys and values."""
     has_values: bool
     """False if the keys, before their norm, are also the values."""
     inner: int
@@ -103,7 +103,7 @@ class Gemma4Config:
     attention_k_eq_v: bool = False
     """True if the layers without a window use their keys as values."""
     num_kv_shared_layers: int = checked(0, low=0, high=_MOST_LAYERS)
-    """Number of layers at the end of the model that use the keys and values of earlier layers."""
+    """Number of last layers that use keys and values of earlier layers."""
     enable_moe_block: bool = False
     use_double_wide_mlp: bool = False
     """True if the MLP is twice as wide in the layers that use keys and values of earlier layers."""

@@ -1,7 +1,7 @@
 """Sizes and costs of a dense Gemma 4 text model.
 
-Its layers differ in head width, window and MLP; some use the keys and values of an earlier layer.
-Small models have a second token embedding, of which each layer adds a part (`ple`).
+Layers differ in head width, window and MLP. Some layers use the keys and values of an earlier
+layer. Small models have a second token embedding (`ple`). Each layer adds a part of it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Gemma4Spec(ModelSpec):
     attention_bias: bool = False
     tie_word_embeddings: bool = True
     padding: int | None = 0
-    """The padding token, whose embeddings get no gradient."""
+    """The padding token. Its embeddings get no gradient."""
     logits_cap: float | None = None
     """A logit x becomes cap * tanh(x / cap); None = the logits stay as they are."""
     ple_width: int = 0
@@ -113,8 +113,8 @@ class Gemma4Spec(ModelSpec):
     def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory, the interpreter and torch included.
 
-        Weights, gradients and two AdamW moments are fp32. Without kernels, autocast keeps a bf16
-        copy of the matrices of the forward pass until the backward pass has ended.
+        Weights, gradients and two AdamW moments are fp32. Without kernels, autocast keeps bf16
+        copies of the forward pass's matrices until the end of the backward pass.
         """
         size = setting.value_bytes()
         tokens = setting.micro_batch_size * self.sequence_length
@@ -173,7 +173,7 @@ class Gemma4Spec(ModelSpec):
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield name and shape of every parameter, as the module orders them.
 
-        A checkpoint also has a scalar for each layer, which is not trained.
+        A checkpoint also has a scalar for each layer. The scalars are not trained.
         """
         table = (self.vocab_size, self.hidden_size)
         yield "model.embed_tokens.weight", table
@@ -212,7 +212,7 @@ class Gemma4Spec(ModelSpec):
         return self.ple_rows * self._ple_columns()
 
     def _outer_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield name and shape of the parameters of the second embedding's projection."""
+        """Yield name and shape of the parameters that project the second embedding."""
         if self.ple_width:
             yield (
                 "model.per_layer_model_projection.weight",

@@ -336,7 +336,7 @@ def read_decoder_config(raw: Mapping[str, Any], *, where: str) -> DecoderConfig:
 
 
 def supported_activation(name: str) -> Activation:
-    """Return the activation for our modules; for an unsupported name, return "silu"."""
+    """Return the activation for this project's modules; for an unsupported name, return "silu"."""
     return _ACTIVATIONS.get(name, "silu")
 
 
@@ -363,9 +363,9 @@ def _require_whole_heads(config: DecoderConfig, where: str) -> None:
 def _require_equal_layers(config: DecoderConfig, where: str) -> None:
     """Raise CheckpointError for windows that only a part of transformers' code uses.
 
-    In a Llama or a Mistral, all layers are equal. transformers' key-value cache nevertheless reads
+    In a Llama or a Mistral, all layers are equal. However, transformers' key-value cache reads
     layer_types, sliding_window and attention_chunk_size, so transformers' results would differ from
-    ours. For a Llama, they differ from the second generated token on.
+    this project's results. For a Llama, the results differ from the second generated token on.
     """
     has_windows = config.defaults().windows_everywhere
     if not config.defaults().no_windows and not has_windows:

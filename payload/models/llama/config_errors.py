@@ -1,4 +1,4 @@
-"""The error for a config.json whose model transformers would not compute as the file states."""
+"""The error for a config.json that transformers would not compute as the file states."""
 
 from __future__ import annotations
 

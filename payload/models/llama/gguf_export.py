@@ -177,7 +177,8 @@ def _olmo3_full_layer(layers: tuple[Layer, ...], *, where: str) -> Layer:
 
 
 def _require_default_yarn(rope: Rope, *, width: int, where: str) -> None:
-    """Raise CheckpointError unless YaRN has the settings that llama.cpp uses without keys."""
+    """Raise CheckpointError if YaRN's settings differ from the settings that llama.cpp
+    hard-codes."""
     ramp = yarn.ramp(
         rope.theta,
         head_dim=width,
@@ -194,7 +195,8 @@ def _require_default_yarn(rope: Rope, *, width: int, where: str) -> None:
 
 
 def _require_smollm3_layers(layers: tuple[Layer, ...], *, where: str) -> None:
-    """Raise CheckpointError unless the layers without rope are those that llama.cpp hard-codes."""
+    """Raise CheckpointError if the layers without rope differ from the layers that llama.cpp
+    hard-codes."""
     expected = [bool((i + 1) % _SMOLLM3_PATTERN) for i in range(len(layers))]
     if [layer.rope is not None for layer in layers] != expected:
         refuse_export(where, "no_rope_layers", "not exactly every fourth layer")

@@ -15,7 +15,7 @@ from payload.models.llama.type_defaults import DEFAULTS, GEMMA_LOCAL_THETA, Type
 
 _EQUAL_WIDTHS = ("attention.value_length", "rope.dimension_count")
 _FILLED_BY_HEADS = ("phi3", "olmo2", "granite")
-"""Architectures whose heads together have the model's width."""
+"""Architectures in which all heads together have the model's width."""
 # The tensors give the vocabulary, and the layout of the data has no effect.
 _UNUSED = frozenset({"vocab_size", "tensor_data_layout"})
 _KEY_HEADS = "attention.head_count_kv"
@@ -54,7 +54,7 @@ def gguf_config(header: GgufHeader, *, where: str) -> dict[str, Any]:
 
 
 def _model_type(kind: str, values: Mapping[str, Value]) -> str:
-    """Return the `model_type` in config.json for an architecture."""
+    """Return the `model_type` of config.json for an architecture of llama.cpp."""
     if kind == ARCHITECTURES["olmo3"] and values.get(_WINDOW):
         return "olmo3"
     return next(name for name, architecture in ARCHITECTURES.items() if architecture == kind)

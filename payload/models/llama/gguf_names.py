@@ -93,10 +93,10 @@ _OWN_TENSORS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "shared_mlp.output_linear": ("ffn_down",),
     },
 }
-"""A file of a Granite 4 has the names of a Granite 3."""
+"""Tensor names of single architectures. A file of a Granite 4 has the names of a Granite 3."""
 
 ADJACENT_PAIRS = frozenset({"llama", "smollm3", "granite"})
-"""Architectures whose rotary pairs are adjacent rows of a head in the file."""
+"""Architectures for which a file stores the two rows of a rotary pair next to each other."""
 
 
 def keys(architecture: str) -> dict[str, str]:

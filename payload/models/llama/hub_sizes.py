@@ -1,4 +1,4 @@
-"""Sizes from the config.json of some models on the hub, so that a plan needs no network.
+"""Sizes of some models on the hub, so that a plan needs no network.
 
 These models are in packaged recipes, and a machine may lack their config.json: gated models, and
 models for clusters without internet access.

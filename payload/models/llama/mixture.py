@@ -47,14 +47,16 @@ class Mixture:
         return 3 * self.experts * self.inner * width
 
     def active_params(self, width: int) -> int:
-        """Return how many weights of a layer a token uses: in the router, and in its experts."""
+        """Return how many weights of a layer a token uses, in the router and in the token's
+        experts."""
         return (self.experts + 3 * self.active * self.inner) * width
 
     def kept_elements(self, width: int, *, kernels: bool) -> int:
         """Return how many elements of one token a layer's experts keep for the backward pass.
 
-        For each expert of the token, the kernels keep the expert's input, and gate and up. Plain
-        torch also keeps the activated gate, its product with up, and the output twice.
+        For each expert of the token, the kernels keep the expert's input, gate and up. Plain torch
+        also keeps the activated gate, the product of activated gate and up, and two copies of the
+        output.
         """
         inner = 2 * self.inner if kernels else 4 * self.inner
         return self.active * (inner + (width if kernels else 3 * width))

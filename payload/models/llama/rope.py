@@ -13,7 +13,7 @@ from payload.models.llama.config_errors import FIX, refuse
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 _KINDS: tuple[RopeKind, ...] = ("default", "linear", "llama3", "yarn")
-"""The kinds that our layers have, except in Phi."""
+"""The kinds of scaling that this project's layers support, except in Phi."""
 _OLD_LONGROPE = ("su", "yarn")
 """Names of LongRoPE in older config.json files of Phi-3."""
 
@@ -28,7 +28,7 @@ class Rope:
     """Divisor of every position (kind `linear`), or of the low frequencies (kinds `llama3` and
     `yarn`)."""
     low_freq_factor: float = 1.0
-    """Used only by the kind `llama3`, as are the next two fields."""
+    """Used only by the kind `llama3`, like the next two fields."""
     high_freq_factor: float = 4.0
     original_context: int = 8192
     """Context in pre-training, in tokens."""
@@ -38,11 +38,11 @@ class Rope:
     """Factor of the cosines and sines; only yarn and longrope have a factor other than 1."""
     ramp: tuple[float, float] = (0.0, 0.0)
     """Used only by yarn: indices of the last pair with an unscaled frequency, and of the first pair
-    whose frequency is divided by `factor`."""
+    with a frequency that is divided by `factor`."""
     short_factors: tuple[float, ...] = ()
     """Used only by longrope: divisors of the frequencies, one for each pair of elements."""
     long_factors: tuple[float, ...] = ()
-    """The divisors for texts above `original_context`."""
+    """The divisors for texts longer than `original_context`."""
 
     def is_long(self, tokens: int) -> bool:
         """Return whether a text of `tokens` tokens needs the long factors."""
@@ -80,7 +80,7 @@ class RopeConfig:
         return self.kind() in ("longrope", *_OLD_LONGROPE)
 
     def is_supported(self, *, is_phi: bool) -> bool:
-        """Return whether our layers have this kind of scaling."""
+        """Return whether this project's layers support this kind of scaling."""
         if is_phi:
             return self.kind() == "default" or self.is_longrope()
         return self.kind() in _KINDS

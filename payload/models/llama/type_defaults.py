@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 GEMMA_LOCAL_THETA = 10_000.0
 HYBRID = "granitemoehybrid"
-"""Granite 4, whose dense models without Mamba layers have the layers of a Granite 3."""
+"""Granite 4. Its dense models without Mamba layers have the layers of a Granite 3."""
 PHI_CONTEXT = 4096
-"""Default of both the context and the context in pre-training."""
+"""Phi's default of both the context and the context in pre-training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class TypeDefaults:
     qk_norm: bool = False
     rms_norm_eps: float = 1e-6
     padding: int | None = None
-    """The padding token, whose embedding gets no gradient."""
+    """The padding token. Its embedding gets no gradient."""
     windows_everywhere: bool = False
     """True if every layer has the sliding window; if False, `use_sliding_window` and `layer_types`
     decide."""
@@ -47,11 +47,11 @@ class TypeDefaults:
     is_mixture: bool = False
     """True if the MLP of each layer is a mixture of experts."""
     is_phi: bool = False
-    """True if queries, keys and values are one linear, and gate and up another one. The rotary
+    """True if queries, keys and values are one linear, and gate and up another linear. The rotary
     embedding can be partial or LongRoPE."""
     norms_only_outputs: bool = False
     """True for OLMo: the outputs of attention and MLP are normed instead of the inputs. Queries are
-    normed over all heads together, and so are keys."""
+    normed over all heads together, and keys are too."""
     has_multipliers: bool = False
     """True for Granite: embeddings, outputs of the layers and logits are scaled."""
 

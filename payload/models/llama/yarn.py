@@ -29,7 +29,7 @@ def ramp(
 ) -> tuple[float, float]:
     """Return the indices of the last unscaled pair and the first fully scaled pair.
 
-    The pairs between these two turn `beta_slow` to `beta_fast` times in the original context.
+    The pairs in between turn `beta_slow` to `beta_fast` times over the original context.
     """
 
     def pair_with(turns: float) -> float:

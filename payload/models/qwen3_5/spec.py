@@ -1,6 +1,6 @@
 """Sizes and costs of a dense Qwen3.5 text model.
 
-Most of its layers have linear attention, by a gated delta rule; the others have full attention.
+Most layers have linear attention, by a gated delta rule; all others have full attention.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Qwen35Spec(ModelSpec):
     attention_bias: bool = False
     tie_word_embeddings: bool = False
     padding: int | None = None
-    """The padding token, whose embedding gets no gradient."""
+    """The padding token. Its embedding gets no gradient."""
     initializer_range: float = 0.02
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     """The config.json that was read; the config.json of a checkpoint is derived from it."""
@@ -109,11 +109,11 @@ class Qwen35Spec(ModelSpec):
         return 6 * self.matmul_size() + 12 * attention + self.recurrent_flops()
 
     def recurrent_flops(self) -> int:
-        """Return the operations of the layers with linear attention beside their linears.
+        """Return the FLOPs per token of linear attention, without the layers' linears.
 
-        They are those of the rule in chunks: the products of keys and of queries with keys, the
-        triangular systems, reading and writing the state, and the sums of the new values. The
-        backward pass has twice as many.
+        The rule is computed in chunks. Counted are the products of keys and of queries with keys,
+        the triangular systems, reading and writing the state, and the sums of the new values. The
+        backward pass has twice as many operations.
         """
         linear = self.linear
         keys, values = linear.key_dim, linear.value_dim
@@ -124,8 +124,8 @@ class Qwen35Spec(ModelSpec):
     def memory_bytes(self, setting: RankSetting) -> int:
         """Estimate a training rank's peak memory, the interpreter and torch included.
 
-        Weights, gradients and two AdamW moments are fp32. Without kernels, autocast keeps a bf16
-        copy of the matrices of the forward pass until the backward pass has ended.
+        Weights, gradients and two AdamW moments are fp32. Without kernels, autocast keeps bf16
+        copies of the forward pass's matrices until the end of the backward pass.
         """
         size = setting.value_bytes()
         tokens = setting.micro_batch_size * self.sequence_length
@@ -140,10 +140,10 @@ class Qwen35Spec(ModelSpec):
     def _backward_bytes(self, size: int, *, kernels: bool) -> int:
         """Return the bytes per token that the delta rule's backward pass needs in one layer.
 
-        With kernels, they are the gradients of what the layer keeps. In the worst case, all heads
-        are computed at the same time: each adds a square matrix for each chunk, the chunk's state,
-        and two tensors of values. Without kernels, they are about six square matrices for each
-        chunk, and seven tensors of keys and of values, in fp32.
+        With kernels, the bytes are the gradients of the tensors that the layer keeps. In the worst
+        case, all heads are computed at the same time. Then each head adds a square matrix for each
+        chunk, the chunk's state, and two tensors of values. Without kernels, the bytes are about
+        six square matrices for each chunk, and seven tensors of keys and of values, in fp32.
         """
         linear = self.linear
         keys, values = linear.key_dim, linear.value_dim
@@ -170,8 +170,8 @@ class Qwen35Spec(ModelSpec):
     def _rule_bytes(self, size: int) -> int:
         """Return the bytes that the kernels of linear attention keep of one token.
 
-        They are queries, keys and values before and after the convolution, the gates, and the
-        output before and after the gate.
+        The kernels keep queries, keys and values before and after the convolution, the gates, and
+        the output before and after the gate.
         """
         return size * (2 * self.linear.mixed() + 3 * self.linear.values())
 

@@ -16,7 +16,7 @@ class Transformers(Family):
     tensors = "payload.train.families.transformers.model"
 
     def reads_unknown_type(self, raw: Mapping[str, Any]) -> bool:
-        """Return whether this looks like a config of transformers; `read` may still reject it."""
+        """Return whether `raw` looks like a config of transformers; `read` may still reject it."""
         return has_known_sizes(raw)
 
     def read(self, raw: Mapping[str, Any], *, where: str) -> OtherSpec:

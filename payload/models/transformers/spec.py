@@ -99,23 +99,24 @@ class Counts:
 
     params: int
     multiplying: int
-    """Number of weights in the matmuls of each token; of the experts, only the active ones
-    count."""
+    """Number of weights in the matmuls of each token; of the experts, only active experts count."""
     kept_elements: int
     """Number of elements that the matmuls of one token read and write."""
     embedding: int
     attention_layers: int
-    """Number of layers with attention tensors; 0 if the tensors' names do not show which these are.
-    """
+    """Number of layers with attention tensors; 0 if the tensors' names do not show which layers
+    have attention."""
     recurrent: str | None
-    """Name of a tensor in a recurrence, whose operations are not counted; None = no recurrence."""
+    """Name of a tensor in a recurrence; None = no recurrence. Operations of a recurrence are not
+    counted."""
     gradients: tuple[GradientSize, ...]
     experts: int
     """Number of weights in all experts."""
     linears: tuple[LinearSize, ...]
-    """The layers' linears. Until the module is built, their names are those in the files."""
+    """The layers' linears. Until the module is built, the names are the names in the files."""
     others: tuple[ParameterSize, ...] = ()
-    """Matrices of the module beside `linears`, and stacks of matrices; empty until it is built."""
+    """Matrices of the module beside `linears`, and stacks of matrices; empty until the module is
+    built."""
     has_modules: bool = False
     """True if the linears' names are from the built module; False if they are from the files."""
 
@@ -264,7 +265,7 @@ class OtherSpec(ModelSpec):
         return self.counts.experts if self.counts else 0
 
     def has_known_modules(self) -> bool:
-        """Return whether the names are those of the built module."""
+        """Return whether the linears' names come from the built module."""
         return self.counts is not None and self.counts.has_modules
 
     def matmul_size(self) -> int:
@@ -272,7 +273,7 @@ class OtherSpec(ModelSpec):
         return self._known().multiplying
 
     def is_counted(self) -> bool:
-        """Return whether the tensors are counted."""
+        """Return whether the parameters have been counted from tensors."""
         return self.counts is not None
 
     def with_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> OtherSpec:
@@ -304,8 +305,8 @@ class OtherSpec(ModelSpec):
 def has_known_sizes(raw: Mapping[str, Any]) -> bool:
     """Return whether a config.json has a known model type, or sizes with names that we know.
 
-    The result is False for an unknown type whose sizes all have unknown names. `read` rejects
-    configs without a type or sizes, and models that read more than text.
+    The result is False for an unknown type if all sizes have unknown names. `read` rejects configs
+    without a type or sizes, and models that read more than text.
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or not _NAME.fullmatch(kind) or kind in CAUSAL_TYPES:
@@ -371,7 +372,7 @@ def read_folder(raw: Mapping[str, Any], *, folder: Path, where: str) -> OtherSpe
 
 
 def _refuse_others(raw: Mapping[str, Any], kind: str, where: str) -> None:
-    """Raise CheckpointError unless the model is a text-only causal language model."""
+    """Raise CheckpointError if the model is not a text-only causal language model."""
     parts = [key for key in ("vision_config", "audio_config") if raw.get(key) is not None]
     if parts:
         raise CheckpointError(

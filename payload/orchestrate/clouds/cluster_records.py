@@ -31,9 +31,9 @@ class ClusterRecord:
     project: str = checked(pattern=CLOUD_NAME)
     region: str = checked(pattern=CLOUD_NAME)
     node_usd: Mapping[str, float | None] = checked(low=0, high=MOST_USD)
-    """Dollars per hour for each node; empty until the cluster has been built."""
+    """Dollars per hour of each node, by the node's name; empty until the cluster has been built."""
     bucket: str | None = checked(None, pattern=CLOUD_NAME)
-    """The last results bucket that `bucket: create` created; it outlives the cluster."""
+    """The last results bucket that `bucket: create` created. The bucket outlives the cluster."""
 
     @property
     def came_up(self) -> bool:
@@ -64,7 +64,8 @@ def record_plan(cluster: str, known: dict[str, Any], *, folder: Path) -> None:
 
 
 def forget_bucket(folder: Path, cluster: str, bucket: str) -> None:
-    """Remove a deleted bucket from the record, because another project can now use its name."""
+    """Remove a deleted bucket from the record, because another project can now use the bucket's
+    name."""
     before = load_cluster_record(folder, cluster)
     if before is not None and before.bucket == bucket:
         keep_record(replace(before, bucket=None), folder=folder)
@@ -88,6 +89,6 @@ def load_cluster_record(folder: Path, cluster: str) -> ClusterRecord | None:
 
 
 def recorded_clusters(folder: Path) -> list[ClusterRecord]:
-    """Return the record of every cluster whose build was started from this folder."""
+    """Return the record of every cluster that `up` began to build from this folder."""
     names = sorted(path.parent.name for path in cluster_path(folder).glob("*/stack.json"))
     return [known for name in names if (known := load_cluster_record(folder, name)) is not None]

@@ -34,9 +34,9 @@ from payload.stack.cluster_identity import (
 def own_identity(folder: Path, cluster: str, *, state_identities: Sequence[str] = ()) -> str | None:
     """Return the identity of the cluster built from `folder`, or None if the folder has no record.
 
-    `state_identities` come from the stack's state. An identity that only the folder's file
-    contains is accepted after the operator types the cluster's name. Raises ConfigError if the
-    name is not typed or the file is damaged, and UsageError without a terminal.
+    `state_identities` come from the stack's state. If only identity.json in the folder contains the
+    identity, the operator must type the cluster's name to accept it. Raises ConfigError if the name
+    is not typed or the file is damaged, and UsageError without a terminal.
     """
     claimed, is_proven = recorded_cluster_identity(folder, cluster)
     if is_proven or claimed is None:
@@ -58,7 +58,7 @@ def own_identity(folder: Path, cluster: str, *, state_identities: Sequence[str] 
 def conflicting_resources(
     google: Google, cluster: str, own: Ownership, *, take_over: str | None, talk: Console
 ) -> Sequence[Resource]:
-    """Return the resources to take over, which belong to another cluster of this name.
+    """Return the resources that the user takes over from another cluster of this name.
 
     Raises ConfigError for resources with an identity other than `take_over`, which is an identity
     or NO_IDENTITY. Buckets do not conflict: their names are unique.
@@ -83,9 +83,9 @@ def require_own_state(
 ) -> None:
     """Raise ConfigError if the stack's state lists resources that now belong to another cluster.
 
-    Pulumi identifies a resource by name. If a resource was removed without Pulumi and another user
-    then created one of the same name, Pulumi would change or destroy that user's resource. `kept`
-    is the message's text about what is kept.
+    Pulumi identifies a resource by name. After a resource was removed without Pulumi, another user
+    may have created a resource of the same name. Pulumi would then change or destroy that user's
+    resource. `kept` is the part of the message that names what is kept.
     """
     _listed(google, cluster, own, kept=kept, talk=talk)
 

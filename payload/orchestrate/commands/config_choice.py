@@ -25,8 +25,8 @@ def load_config(
 ) -> RunConfig:
     """Return the settings of the config file, the resumed run or the defaults, with --set on top.
 
-    If the plan of a resumed run chose the micro-batch, `auto` resolves to the size that was chosen.
-    If the run's settings had a number instead, `auto` is resolved again. Raises ConfigError.
+    If the plan of a resumed run chose the micro-batch size, `auto` resolves to this size. If the
+    run's settings had a number instead, `auto` is resolved again. Raises ConfigError.
     """
     if options.config_path is not None:
         config = load_run_config(options.config_path, overrides=options.overrides)
@@ -65,7 +65,7 @@ def require_choice(options: ConfigOptions, config: RunConfig, *, resumed: bool =
 def _require_settings(path: Path) -> None:
     """Raise ConfigError for a valid config without a setting, such as an empty file.
 
-    The defaults would train GPT-2 on OpenWebText, which is not the purpose of an empty file.
+    The defaults would train GPT-2 on OpenWebText. An empty file is not meant as this choice.
     """
     if any(tomllib.loads(path.read_text(encoding="utf-8-sig")).values()):
         return

@@ -131,7 +131,7 @@ def doctor(options: DoctorOptions, env: Mapping[str, str]) -> int:
 
 
 def examine(google: Google, need: CloudRequirements, pulumi: Pulumi | None) -> Iterator[Check]:
-    """Yield the result of every check; a check that cannot run is reported as unknown.
+    """Yield the result of every check. The result of a check that cannot run is `unknown`.
 
     Raises CloudAuthError without credentials.
     """
@@ -172,7 +172,10 @@ def exit_code(checks: Sequence[Check]) -> ExitCode:
 
 
 def _settings(pulumi: Pulumi) -> tuple[dict[str, Any], str]:
-    """Return the stack's config and a text about its source; without a stack, an empty config."""
+    """Return the stack's config and a text about the config's source.
+
+    Without a stack, the config is empty.
+    """
     try:
         known = settings(pulumi)
     except PulumiError as error:

@@ -51,7 +51,7 @@ _MESSAGES = {"kept": "nothing was destroyed", "force": "down --without-collect"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """The cluster to destroy, with the proof of which resources belong to it."""
+    """The cluster to destroy, and the proof of ownership of its resources."""
 
     options: DownOptions
     env: Mapping[str, str]
@@ -73,7 +73,7 @@ class _Target:
 
     @property
     def own(self) -> Ownership:
-        """Return what proves ownership of resources in the cluster's project."""
+        """Return the proof of ownership for resources in the cluster's project."""
         return self.projects[0][1]
 
 
@@ -220,7 +220,8 @@ def _destroy(target: _Target, data: Sequence[str], bucket: Bucket | None) -> Non
 
 
 def _forget(bucket: str, cluster: str, pulumi: Pulumi, *, folder: Path, talk: Console) -> None:
-    """Remove a deleted bucket from record and config, because others can now use its name."""
+    """Remove a deleted bucket from record and config, because other users can now use the bucket's
+    name."""
     forget_bucket(folder, cluster, bucket)
     with suppress(PulumiError):
         if settings(pulumi).get("bucket") == bucket:
@@ -254,8 +255,8 @@ def _resolve_cluster(
 ) -> tuple[str, str, StackOutputs | None]:
     """Return the cluster, its project, and its outputs if it was ever built.
 
-    If the state is damaged, the outputs come from this folder's record. If there is no record,
-    raises ConfigError, unless the options accept the loss of results.
+    If the state is damaged, the outputs come from this folder's record. Without a record, raises
+    ConfigError if the options do not accept the loss of results.
     """
     try:
         outputs = outputs_if_any(pulumi)

@@ -37,14 +37,17 @@ class Head:
     is_gone: bool = False
     """True if the machine no longer exists."""
     running: str | None = None
-    """The active run, which any operator can have started."""
+    """The id of the active run of any operator; None if no run is active."""
     runs: Sequence[NodeRun] = ()
     """The head's files of every run; empty if the head could not be reached."""
     query_error: str | None = None
     """The reason why the head could not be reached."""
 
     def has_lost(self, node: Node) -> bool:
-        """Return True if the disk of `node`, the head of a run, was deleted with its machine."""
+        """Return True if the disk of `node` was deleted with its machine.
+
+        `node` is the head of a run.
+        """
         if self.machine is None or node.instance_id is None:
             return self.is_gone
         return self.machine != node.instance_id

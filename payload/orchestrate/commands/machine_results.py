@@ -34,7 +34,7 @@ class MachineResults:
     def report(self, going: Sequence[str]) -> ResultsAtRisk | None:
         """Print the machines to delete and the runs to collect; return the results at risk.
 
-        Returns None if no results can be lost.
+        Returns None if the machines have no results that could be lost.
         """
         if not going:
             return None

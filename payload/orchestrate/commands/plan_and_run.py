@@ -206,7 +206,7 @@ def _add_samples(paths: RunPaths, talk: Console) -> None:
 
 
 _LONG_S = 86400.0
-"""Predicted time above which `run` needs a confirmation."""
+"""Predicted time in seconds above which `run` prompts for confirmation."""
 
 
 def _confirm_long(options: RunOptions, site: Site, planned: ResolvedPlan) -> None:
@@ -250,7 +250,8 @@ def _warn_without_store(chosen: ResolvedInventory, config: RunConfig, *, talk: C
 def _planned_inventory(
     options: PlanOptions, access: LocalAccess, config: RunConfig
 ) -> tuple[ResolvedInventory, LocalAccess]:
-    """Return the inventory to plan for: the selected one, or machines that do not exist yet."""
+    """Return the inventory to plan for: the selected inventory, or machines that do not exist
+    yet."""
     if options.machine_type is not None:
         return machines_of_type(options.machine_type, nodes=options.nodes or 1), access
     chosen, access = _resolved_inventory(options, access)
@@ -289,7 +290,7 @@ def _request(
     """Return the run request for the site, after all checks that are possible before the start.
 
     `bucket` is the cluster's own bucket, or None. Raises ConfigError, and PreflightError for a
-    failure that would certainly happen at the site.
+    start that would certainly fail at the site.
     """
     env, code_env = access.environment(), access.code_environment()
     resumed, named = None, override_keys(options.overrides)
@@ -344,7 +345,7 @@ def _request(
 
 
 def _reads_init(resumed: RunPaths, config: RunConfig, site: Site) -> bool:
-    """Return False if a resumed run with a checkpoint does not read `model.init` from a hub.
+    """Return False if a checkpoint of the resumed run replaces `model.init`, a model on the hub.
 
     Ranks on other machines read the checkpoint in their own folder. A run with an adapter always
     reads `model.init`, the base weights.

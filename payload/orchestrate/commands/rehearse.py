@@ -166,7 +166,7 @@ def _settle_name(folder: Path) -> str:
 
 
 def _leftover_rehearsals(env: Mapping[str, str], *, folder: Path) -> list[str]:
-    """Return the rehearsals of this folder whose stack still exists. Raises PulumiError."""
+    """Return the rehearsals of this folder that still have a stack. Raises PulumiError."""
     pattern = _NAME.format("[0-9a-f]" * _NAME_DIGITS)
     known = {path.parent.name for path in folder.glob(f".cluster/{pattern}/identity.json")}
     if not known:

@@ -80,7 +80,7 @@ def remove(options: RemoveOptions, access: LocalAccess) -> int:
 
 
 def _require_one_choice(options: RemoveOptions) -> None:
-    """Raise UsageError unless the options name what to do, in one way."""
+    """Raise UsageError if the options do not select exactly one action."""
     ways = [bool(options.runs), options.keep is not None, options.restore is not None]
     if sum(ways) > 1 or not (any(ways) or options.now):
         raise UsageError(
@@ -94,7 +94,7 @@ def _require_one_choice(options: RemoveOptions) -> None:
 def _removals(
     options: RemoveOptions, access: LocalAccess, talk: Console
 ) -> tuple[list[_Removal], TileforgeError | None]:
-    """Return the runs that can be removed, and the last error for a run that cannot."""
+    """Return the runs that can be removed, and the last error for a run that cannot be removed."""
     found: list[_Removal] = []
     refused: TileforgeError | None = None
     for paths in _selected(options.runs_dir, options.runs, keep=options.keep):
@@ -113,7 +113,10 @@ def _removals(
 def _refuse(
     options: RemoveOptions, access: LocalAccess, paths: RunPaths, *, without: Collection[RunPaths]
 ) -> None:
-    """Raise UsageError if the run must not be removed, even after the runs in `without`."""
+    """Raise UsageError if the run must not be removed.
+
+    The runs in `without` count as already removed.
+    """
     if is_alive_at_site(paths, access.environment()):
         raise UsageError(f"run {paths.run_id} has an active job. Stop it first.")
     mirrored = readable_mirror(paths)
@@ -209,8 +212,8 @@ def _status(paths: RunPaths) -> str:
 def _selected(runs_dir: Path, names: Sequence[str], *, keep: int | None) -> list[RunPaths]:
     """Return the selected runs without duplicates. Raises UsageError.
 
-    Only finished runs count for `keep`. The base run of an adapter comes after the adapter's run,
-    because the base can be removed only after the adapter.
+    Only finished runs count for `keep`. An adapter's run comes before its base run, because the
+    base can be removed only after the adapter.
     """
     if keep is not None:
         found = [paths for paths in all_runs(runs_dir) if is_own_run(paths)]

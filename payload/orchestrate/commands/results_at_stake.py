@@ -55,7 +55,7 @@ class ResultsAtRisk:
 
     @property
     def uncopied(self) -> Sequence[str]:
-        """Runs with results on the head, but without a local copy that can be updated."""
+        """Ids of runs that have results on the head, but no local copy that can be updated."""
         known = {paths.run_id for paths, _, _ in self.copies}
         on_head = [run.run_id for run in self.head.runs if run.state or run.checkpoint]
         return [run_id for run_id in on_head if run_id not in known]
@@ -131,7 +131,8 @@ def results_at_risk(
     talk: Console,
     retry_for_s: float = 0.0,
 ) -> ResultsAtRisk:
-    """Compare the local copies of runs with the head; without `outputs`, there was no cluster.
+    """Compare the local copies of runs with the head; without `outputs`, the cluster was never
+    built.
 
     If the head is booting, retry for `retry_for_s`.
     """
@@ -174,9 +175,9 @@ def _copies(
 def _is_whole(paths: RunPaths, mirrored: Mirrored, on_head: NodeRun | None) -> bool:
     """Return True if an ended run is complete locally; `on_head` lists the run's files on the head.
 
-    The head's files are compared, because another operator can have resumed the collected run. The
-    local copy needs only the checkpoint that was collected, because a failed run can lack a
-    checkpoint of its last step.
+    The head's files are compared, because another operator can have resumed the collected run. Of
+    the checkpoints, the local copy needs only the collected one: a failed run can lack a checkpoint
+    of its last step.
     """
     if mirrored.alive:
         return False

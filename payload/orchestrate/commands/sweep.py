@@ -73,8 +73,8 @@ def sweep(options: SweepOptions, env: Mapping[str, str]) -> int:
 def _named_proof(options: SweepOptions, folder: Path) -> Ownership | None:
     """Return the ownership that --identity proves; None for the folder's own cluster.
 
-    With --delete, an identity that only the folder's file contains counts like one from --identity:
-    the user must type the cluster's name.
+    With --delete, the user must type the cluster's name to use an identity from --identity. The
+    same holds for an identity that only the folder's identity.json contains.
     """
     if options.cluster is None:
         return None

@@ -102,7 +102,7 @@ class _Stack:
         return Google(project, endpoints=Endpoints.from_env(self.env))
 
     def of_other_cluster(self) -> Sequence[Resource]:
-        """Return the resources to take over, which belong to another cluster of this name."""
+        """Return the resources of another cluster of this name that the user takes over."""
         # If this client's credentials differ from Pulumi's, it could not remove new resources.
         self.google().check_access()
         own = ownership_of(self.before, self.identity, project=self.google().project)

@@ -1,1 +1,1 @@
-"""Finds faults of nodes and of a trial, with pure functions over the answers of the nodes."""
+"""Finds faults of nodes and of a trial in the nodes' responses. All functions are pure."""

@@ -47,7 +47,7 @@ class SharedFolder:
     mounted: bool
     """False if /etc/fstab lists the folder, but the folder is not mounted."""
     took_s: float | None = checked(low=0, high=3600)
-    """Time that a test write took; None if the folder did not answer or was not tested."""
+    """Seconds of a test write; None if the folder did not answer or was not tested."""
     error: str | None = checked(pattern=_ERROR_NAME, wanted="an error's name, as in errno")
 
 
@@ -76,9 +76,9 @@ class NodeFacts:
     source_address: str | None = checked(max_chars=64)
     mtu: int | None = checked(low=1, high=2**31)
     resolver_answers: bool = True
-    """True if a lookup of another node's address returns."""
+    """True if a reverse DNS lookup of another node's address returns."""
     shared: SharedFolder | None = None
-    """The shared folder; None if the node neither has nor should have one."""
+    """The shared folder; None if the node has no shared folder and needs no shared folder."""
     nvidia: NvidiaFacts | None = None
     """Facts about the GPUs; None if they were not queried."""
     clock_offset_s: float | None = None
@@ -129,11 +129,11 @@ TRIED = ("gloo", "speed")
 SHARED = "shared"
 """Check that is made on nodes that have or should have a shared folder."""
 GPU = "gpu"
-"""Check that is made on nodes whose GPUs the ranks use."""
+"""Check that is made on nodes with GPUs that the ranks use."""
 NCCL = "nccl"
 """Check that the trial makes if ranks compute on GPUs."""
 STORE = "store"
-"""Last check on the head, for a run whose results go to a store."""
+"""Last check on the head, for a run with a store for results."""
 
 _GIB = 2**30
 _LINE_CHARS = 2000
@@ -199,7 +199,7 @@ def from_error(node: Node, error: TileforgeError) -> Finding:
 
 
 def bootstrap_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Yield a finding unless the node's bootstrap is done."""
+    """Yield a finding if the node's bootstrap is not done."""
     state = facts.bootstrap
     log = facts.bootstrap_log
     if state is None:
@@ -255,7 +255,8 @@ def payload_findings(
 
 
 def cpu_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
-    """Yield findings if cores or NUMA domains differ from the inventory, or if matmuls are slow."""
+    """Yield findings if cores or NUMA domains differ from the inventory, or if matmuls would be
+    slow."""
     for name, planned, found in (
         ("physical core(s)", node.physical_cores, facts.physical_cores),
         ("NUMA domain(s)", node.numa_domains, facts.numa_domains),

@@ -79,7 +79,7 @@ class RankRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The answer of node/mesh.py to a trial."""
+    """The response of node/mesh.py after a trial."""
 
     unreached: Mapping[str, str]
     """Output of ssh for each worker that the head could not reach."""
@@ -116,7 +116,7 @@ def failures(
     launcher: Launcher,
     on_gpus: bool = False,
 ) -> list[Finding]:
-    """Return the findings of the first source that has any.
+    """Return the findings of the first source that has findings.
 
     The sources are, in this order: ssh, the ranks, the launcher, and silent nodes. `hostnames` maps
     hostnames, which begin the output lines of mpirun's helpers, to node names. With `on_gpus`, the

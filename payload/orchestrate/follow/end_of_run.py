@@ -16,7 +16,7 @@ from payload.run_record.suggested_run_commands import run_command
 
 _SHOWN_CHARS = 400
 _SHOWN_BYTES = 10**8
-"""Smallest size of a run that is printed."""
+"""Size of a run's folder, in bytes, from which the size is printed."""
 
 
 def sample_lines(samples: Sequence[Sample], *, width: int) -> list[str]:
@@ -63,7 +63,8 @@ def next_lines(paths: RunPaths, config: RunConfig) -> list[str]:
 
 
 def _disk_lines(paths: RunPaths) -> list[str]:
-    """Return the size of a run's folder, and the command that frees the space; nothing if small."""
+    """Return the size of a run's folder, and the command that frees the space; an empty list for a
+    small folder."""
     size_bytes = size_of(paths.root)
     if size_bytes < _SHOWN_BYTES:
         return []

@@ -114,7 +114,7 @@ _MARGIN_S = 20.0
 
 
 class StopWait:
-    """Timeout for a run after a stop request: the timeout of the supervisor plus a margin."""
+    """Timeout for the end of a run after a stop request: the supervisor's timeout plus a margin."""
 
     def __init__(self, paths: RunPaths, request: StopRequest) -> None:
         """Start the timer at the time of the stop request."""
@@ -158,8 +158,8 @@ def _grace_s(paths: RunPaths) -> float:
 _TICK_S = 0.2
 _END_BYTES = 256
 _LINE_BYTES = 2**20
-"""Limit on the length of a line, above that of any real line. It bounds the memory for a file
-without line breaks."""
+"""Limit on the length of a line in bytes. Real lines are shorter. The limit bounds the memory for a
+file without line breaks."""
 _SHOWN_STEPS = 100
 
 
@@ -167,7 +167,8 @@ class Tail:
     """Reads new complete lines of a file that a process appends to, replaces or truncates.
 
     The file is identified by its inode and by the last bytes that were read: an offset alone is
-    ambiguous once a resumed run has truncated the file and written past it. Lines are printable.
+    ambiguous once a resumed run has truncated the file and written past the offset. Control
+    characters are removed from lines.
     """
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
@@ -236,10 +237,10 @@ class Tails:
 def follow(run: SiteRun, *, options: EndOptions, talk: Console, tails: Tails | None = None) -> int:
     """Follow a run until it has ended, collect its results, and return its exit code.
 
-    If the run outlives this command, the first Ctrl-C detaches, and the run continues. A second one
-    soon after stops the run with a checkpoint, a third one immediately. For other runs, the first
-    Ctrl-C requests a stop with a checkpoint, the second an immediate stop. `tails` were created
-    before the run was started.
+    If the run outlives this command, the first Ctrl-C detaches, and the run continues. A second
+    Ctrl-C soon after stops the run with a checkpoint, and a third stops it immediately. For other
+    runs, the first Ctrl-C requests a stop with a checkpoint, the second an immediate stop. `tails`
+    were created before the run was started.
     """
     paths = run.paths
     train = known_config(paths).train
@@ -322,7 +323,7 @@ def print_run_result(run: SiteRun, *, options: EndOptions, talk: Console) -> int
 
 
 def _pause(interrupts: Interrupts, *, handled: int, seconds: float) -> None:
-    """Wait, unless the operator requests an end."""
+    """Wait until the time is over or the operator requests an end."""
     ends = time.monotonic() + seconds
     while interrupts.count == handled and time.monotonic() < ends:
         time.sleep(_PAUSE_TICK_S)
@@ -387,13 +388,13 @@ def read_progress(paths: RunPaths) -> RankProgress | None:
 
 
 def show_progress(paths: RunPaths, live: LiveLine, *, stale: RankProgress | None) -> None:
-    """Show the activity of rank 0, unless its heartbeat is older than this command."""
+    """Show the activity of rank 0 if its heartbeat is newer than the start of this command."""
     progress = read_progress(paths)
     live.progress(None if progress == stale else progress)
 
 
 def final_error(paths: RunPaths) -> str:
-    """Return the error that will be reported for the run; empty if unknown."""
+    """Return the error text that the run's result will show; empty if unknown."""
     try:
         state = read_json(RunState, paths.state)
     except ConfigError:

@@ -109,7 +109,7 @@ def estimate(
     samples: bool = False,
     expected_val_tokens: int = 0,
 ) -> Estimate:
-    """Estimate a run from the speed of earlier runs, the measured speed, or a typical speed.
+    """Estimate a run. The speed comes from earlier runs, a measurement, or a table.
 
     `earlier` has the runs on this machine, the newest first. `samples` is True if text is generated
     before and after the run; `expected_val_tokens` is used if the data do not exist yet.
@@ -155,7 +155,7 @@ def estimate(
 def _speed(
     planned: ResolvedPlan, quantized: QuantizedCost | None, earlier: Sequence[RunPaths]
 ) -> tuple[Speed, str]:
-    """Return the speed of a run and a description of its source.
+    """Return the speed of a run, and a description of the speed's source.
 
     The trial does not measure dequantisation, so the time of dequantisation is added.
     """
@@ -181,7 +181,7 @@ def has_measured_speed(planned: ResolvedPlan, *, earlier: Sequence[RunPaths]) ->
 
 
 def _typical_speed(planned: ResolvedPlan, *, dequantize_s: float) -> tuple[Speed, str]:
-    """Return the speed of typical CPU cores and its source.
+    """Return the speed of typical CPU cores, and the source of the speed.
 
     Nodes with GPUs count as CPUs here, because the speed of the GPUs is unknown.
     """
@@ -216,7 +216,7 @@ def _dequantize_s(planned: ResolvedPlan, quantized: QuantizedCost | None) -> flo
 def _store_usd(planned: ResolvedPlan, size: int) -> float | None:
     """Return the monthly price of `size` bytes in the cluster's bucket, if it is known.
 
-    The region of a different bucket is unknown.
+    For any other bucket, the region is unknown.
     """
     address, head = planned.config.storage.address(), planned.inventory.head
     if address is None or address.bucket is None or address.bucket != planned.inventory.bucket:
@@ -305,7 +305,8 @@ def print_plan(
 ) -> None:
     """Print estimates, hosts, ranks, environment, command line and Accelerate config.
 
-    For a Slurm job, whose nodes are not known yet, print only estimates, ranks and the text `job`.
+    The nodes of a Slurm job are not known yet. For a job, print only estimates, ranks and the text
+    `job`.
     """
     plan = planned.plan
     console.print("estimates")
@@ -453,7 +454,11 @@ def result_lines(summary: Summary, *, checkpoint: Path | None, width: int) -> li
 def _confusion_lines(
     confusion: Sequence[Sequence[int]], labels: Sequence[str], *, width: int
 ) -> list[str]:
-    """Return the confusion matrix or, if it is wider than `width`, where to read it."""
+    """Return the lines of the confusion matrix.
+
+    If the matrix is wider than `width` characters, return a line that names the file with the
+    matrix.
+    """
     names = [printable_line(label) for label in labels]
     rows = [(name, *map(str, row)) for name, row in zip(names, confusion, strict=True)]
     table = table_lines(("true label", *names), rows)

@@ -34,8 +34,8 @@ MOST_CHARS = 2**16
 """Maximum length of nvidia-smi's output that is read; a GPU's row has about 150 characters."""
 
 _MEMORY_SHARE = 0.9
-"""A GPU must show at least this share of its memory in the inventory. Firmware reserves some
-memory: an L4 of 24 GB shows 23,034 MiB."""
+"""Share of the memory in the inventory that a GPU must at least report. Firmware reserves some
+memory: an L4 of 24 GB reports 23,034 MiB."""
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _DRIVER = re.compile(r"([0-9]{1,4})(?:\.[0-9]{1,6}){1,3}")
 _PRINTABLE = re.compile(r"[ -~]+")
@@ -90,7 +90,8 @@ class NvidiaFacts:
         return tuple(found.values())
 
     def visible_devices(self) -> tuple[GpuDevice, ...]:
-        """Return the GPUs that are visible to a program, in the order in which it sees them."""
+        """Return the GPUs that are visible to a program, in the order in which a program sees
+        them."""
         return visible_gpus(self.devices(), self.visible)
 
     def usable_devices(self) -> tuple[GpuDevice, ...]:
@@ -136,7 +137,7 @@ class GpuDevice:
     driver: str
     capability: str | None
     mig: bool
-    """True if MIG is on, so that a program can use only one MIG instance."""
+    """True if MIG is on. A program can then use only one MIG instance."""
     ecc: bool
     ecc_errors: int
     """Number of uncorrected memory errors since the driver was loaded."""
@@ -211,7 +212,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def torch_here() -> tuple[str, str]:
-    """Return where the installed torch's version.py is: a folder, and the path in this folder."""
+    """Return the location of the installed torch's version.py: a folder, and the path in the
+    folder."""
     found = importlib.util.find_spec("torch")
     folder = Path(found.origin).parent if found is not None and found.origin else Path(sys.prefix)
     return str(folder), "version.py"

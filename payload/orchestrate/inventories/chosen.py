@@ -38,7 +38,7 @@ class ResolvedInventory:
     why: str
     """The reason for selecting this inventory."""
     domains: dict[str, tuple[Domain, ...]]
-    """NUMA domains by node; no domains for nodes whose cores are numbered 0 to n-1."""
+    """NUMA domains by node. Nodes with cores 0 to n-1 have no entry."""
     nvidia: NvidiaFacts | None = None
     """This machine's GPUs; None for other machines."""
     gpu_notes: tuple[str, ...] = ()

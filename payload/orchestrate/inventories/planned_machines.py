@@ -19,7 +19,10 @@ PLANNED = "planned"
 def machines_like(
     head: Node, *, domains: tuple[Domain, ...] | None, nodes: int
 ) -> ResolvedInventory:
-    """Return `nodes` machines like `head`, whose NUMA domains are `domains`. Raises UsageError."""
+    """Return `nodes` machines like `head`, each with the NUMA domains `domains`.
+
+    Raises UsageError.
+    """
     found = _inventory(_named(head, nodes), why=f"{nodes} node(s) like {head.name}")
     if domains is None:
         return found

@@ -65,7 +65,7 @@ class ClusterAccess:
     interface_of: Mapping[str, str | None]
     """Network interface of each node: towards the head, or on the head towards the first worker."""
     memory_bytes: int | None
-    """Memory of the node with the least memory."""
+    """Memory in bytes of the node with the least memory."""
     head: str
     """Name of the head node."""
     code: PurePosixPath
@@ -89,7 +89,10 @@ class ClusterAccess:
         return known or ASSUMED_LINK_BYTES_PER_S
 
     def peak_flops_per_s(self, choice: DtypeChoice, *, threads: int) -> float | None:
-        """Return the measured FLOP/s of the trial's ranks, regardless of `threads`, or None."""
+        """Return the FLOP/s that the trial measured for its ranks, or None.
+
+        `threads` is ignored.
+        """
         del threads
         return self.measured.peak_flops_per_s(choice) if self.measured else None
 
@@ -99,7 +102,7 @@ class ClusterAccess:
         return None
 
     def speed_source(self) -> str:
-        """Return what measured the nodes, or which row of the table of typical speeds is used."""
+        """Return the source of the speeds: a trial, or a row of the table of typical speeds."""
         return "measured on these nodes by preflight" if self.measured else table_source(None)
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
@@ -143,7 +146,7 @@ class ClusterAccess:
         return Reach(interface=interface, ssh=("-F", str(self.ssh_config)))
 
     def python_path(self) -> str | None:
-        """Return the folder of the uploaded payload, which overrides an installed one."""
+        """Return the folder of the uploaded payload. It overrides an installed payload."""
         return str(self.code)
 
     def tcmalloc(self) -> str:
@@ -156,7 +159,10 @@ class ClusterAccess:
         return self.tcmalloc_library
 
     def free_memory_bytes(self) -> int | None:
-        """Return the memory of the node with the least memory; nodes run no other programs."""
+        """Return the bytes of memory of the node with the least memory.
+
+        Nodes run no other programs.
+        """
         return self.memory_bytes
 
 

@@ -48,7 +48,7 @@ class Weights:
 
     @property
     def digest(self) -> str:
-        """A name for these weights, which is the same for identical files."""
+        """A name for these weights. Identical files have the same name."""
         return hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest()[:16]
 
     def size_bytes(self) -> int:
@@ -184,8 +184,10 @@ def upload_weights(
     weights: Weights,
     talk: Console,
 ) -> PurePosixPath:
-    """Upload the weights to the head, unless they are already there; return their folder on the
-    head. Only rank 0 reads the weights, and it runs on the head."""
+    """Upload the weights to the head if it lacks them; return the folder on the head.
+
+    Only rank 0 reads the weights, and rank 0 runs on the head.
+    """
     whole = _whole_weights(weights)
     target = _home(answers, head) / NODE_FOLDER / PurePosixPath(whole).parent
     if whole not in answers[head.name].has:

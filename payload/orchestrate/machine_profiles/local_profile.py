@@ -89,13 +89,17 @@ class LocalAccess:
         return None if self._speed is None else self._speed.rank_speed(dtype, threads=threads)
 
     def speed_source(self) -> str:
-        """Return when this machine was measured, or which row of the typical speeds is used."""
+        """Return the source of the speeds: the time of a measurement, or a row of the typical
+        speeds."""
         if self._speed is None:
             return table_source(_cpu_class())
         return f"measured on this machine on {self._speed.date()}"
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
-        """Resolve `auto` by the measured speed; if unknown, to bf16 unless this CPU lacks bf16."""
+        """Resolve `auto` by the measured speed.
+
+        Without a measurement, `auto` is fp32 only if this CPU is known to lack bf16.
+        """
         if choice != "auto":
             return choice
         if self._speed is not None:
@@ -190,7 +194,7 @@ class LocalAccess:
     ) -> subprocess.Popen[bytes]:
         """Start the run's supervisor in a new session.
 
-        Unless detached, the supervisor stops the run when this process ends.
+        If it is not detached, the supervisor stops the run when this process ends.
         """
         owner = [] if detached else ["--owner-pid", str(os.getpid())]
         options = ["--run-dir", str(paths.root), *owner, *self.supervisor_words()]

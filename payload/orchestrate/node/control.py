@@ -104,11 +104,11 @@ def wait_until_output_closes() -> NoReturn:
 
 
 def start(run_dir: Path, argv: list[str], python_path: str, *, name: str) -> dict[str, Any]:
-    """Start the run's supervisor in a new session, unless a run is in progress on this node.
+    """Start the run's supervisor in a new session, if no run is in progress on this node.
 
-    `name` is the name in the caller's claim. The result has the `pid` of a supervisor that is
-    ready, or the run in progress as `running`, or the exit `status` with the last line of output as
-    `said`.
+    `name` is the name in the caller's claim. The result has one of three forms: the `pid` of a
+    supervisor that is ready, the run in progress as `running`, or the exit `status` with the last
+    line of output as `said`.
     """
     with (run_dir.parent / ".start.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -152,10 +152,10 @@ def read(
 ) -> dict[str, Any]:
     """Return the content of small files, and the new bytes of growing files.
 
-    `known` gives, for each growing file, how many bytes the caller has, and the last of these bytes
-    in base64. If the file has different bytes at that place, it was replaced and is sent from the
-    start. A response has at most `most_bytes` bytes; `left` is the number of bytes that did not
-    fit.
+    `known` maps each growing file to the number of bytes that the caller has, and to the last of
+    these bytes in base64. If the file has different bytes there, the file was replaced and is sent
+    from the start. A response has at most `most_bytes` bytes; `left` is the number of bytes that
+    did not fit.
     """
     alive = is_held(run_dir / "supervisor.lock")
     begun = (run_dir / "state.json").exists() or any((run_dir / "progress").glob("*.json"))
@@ -186,7 +186,7 @@ def regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def new_bytes(file: BinaryIO, offset: int, end: bytes, *, most: int) -> tuple[int, bytes, int]:
-    """Return offset, new bytes and file size; start at 0 unless the bytes before `offset` are
+    """Return offset, new bytes and file size; start at 0 if the bytes before `offset` differ from
     `end`."""
     size = os.fstat(file.fileno()).st_size
     file.seek(offset - len(end))

@@ -217,7 +217,7 @@ def cpu_flags() -> list[str] | None:
 
 
 def physical_cores() -> int | None:
-    """Return the number of physical cores available to this process."""
+    """Return the number of physical cores that this process may use."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     cores = set()
@@ -388,7 +388,7 @@ def sha256_of(path: Path) -> str | None:
 
 
 def running(runs: Path) -> str | None:
-    """Return the run whose supervisor is alive, or None."""
+    """Return the run that has a living supervisor, or None."""
     for lock in runs.glob("*/supervisor.lock"):
         try:
             descriptor = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -406,7 +406,7 @@ def running(runs: Path) -> str | None:
 def results(runs: Path) -> list[dict[str, Any]]:
     """Return for each run the newest complete checkpoint (or empty) and the SHA-256 of state.json.
 
-    Folders whose names are not run IDs are ignored; people can have added them.
+    Folders with names that are not run IDs are ignored; people can have added such folders.
     """
     found = []
     for plan in sorted(runs.glob("*/plan.json")):

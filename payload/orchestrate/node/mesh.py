@@ -10,10 +10,11 @@ the deadline. So nodes can start in any order. A node ends early when all connec
 directions have succeeded. `strangers` are names of machines outside the cluster, whose connections
 are also awaited.
 
-With `argv`, on the head, the program tests a launcher instead, which starts a program on every
-node. The arguments are then: ssh (its arguments, or empty), workers (addresses by name), hosts_file
-and hosts (its content), argv, environment, path (folders prepended to PATH), without (prefixes of
-variables to remove from the environment), keeps (prefixes of exceptions to `without`), deadline_s.
+With `argv`, on the head, this program instead tests a launcher. The launcher starts a program on
+every node. The arguments are then: ssh (its arguments, or empty), workers (addresses by name),
+hosts_file and hosts (its content), argv, environment, path (folders prepended to PATH), without
+(prefixes of variables to remove from the environment), keeps (prefixes of exceptions to `without`),
+deadline_s.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def make(home: Path, name: str) -> dict[str, Any]:
 def trust(home: Path, public: str, *, sources: list[str], lasts_s: float) -> dict[str, Any]:
     """Authorize the key from the head's addresses for `lasts_s` seconds.
 
-    The head uses the key to start hydra's proxy and the heartbeat, which need no terminal and no
-    forwarding.
+    The head uses the key to start hydra's proxy and the heartbeat. These programs need no terminal
+    and no forwarding.
     """
     end = time.strftime(_TIME, time.localtime(time.time() + lasts_s))
     line = f'restrict,from="{",".join(sources)}",expiry-time="{end}" {public}'
@@ -105,7 +105,7 @@ def stale(runs: Path, *, home: Path, candidates: list[str]) -> list[str]:
 
     A key is in use while its attempt holds the claim, and later while the run has a supervisor. An
     attempt never returns to these states, so a stale key stays stale. Only the head that created a
-    key can decide: a node that authorizes a key or has files of the run need not be the head.
+    key can make this decision. Other nodes may also authorize the key or have files of the run.
     """
     created = {path.name for path in folders(home).glob("*")}
     claimed = None
@@ -149,7 +149,7 @@ def is_held(lock: Path) -> bool:
 
 
 def callers() -> list[str]:
-    """Return the source address of this login; on a worker, it is the address of the head."""
+    """Return the source address of this login; on a worker, this is the head's address."""
     return as_ip(os.environ["SSH_CONNECTION"].split()[0])
 
 

@@ -83,7 +83,7 @@ class PreflightRequest:
     ssh_key: Path | None
     config: RunConfig
     is_configured: bool
-    """True if the operator named a config, so that its ranks must fit on the nodes."""
+    """True if the operator named a config. The ranks of this config must then fit on the nodes."""
     quick: bool
     """Skip the trial and its measurements."""
     wait: float
@@ -165,7 +165,7 @@ def _with_store(
     config: RunConfig,
     attempt: Callable[[StoreAddress], None],
 ) -> Report:
-    """Return the report with a check of the store, unless the report already has errors."""
+    """Return the report, with a check of the store if the report has no errors."""
     results = resolve_results_address(config.storage.results, bucket=inventory.bucket)
     address = replace(config.storage, results=results).address()
     if address is None or report.exit_code:
@@ -191,7 +191,7 @@ def _try_store_from(head: Connection, address: StoreAddress) -> None:
 
 
 def _without_stale_keys(report: Report, cluster: Cluster) -> Report:
-    """Remove the keys of runs whose command was killed before the start, and report each key."""
+    """Remove keys of runs that never started because their command was killed; report each key."""
     try:
         notes = [
             f"the stale key {name} was removed from the nodes"
@@ -217,7 +217,7 @@ def check_cluster(
     mesh_s: float = _MESH_S,
     need: GpuNeed | None = None,
 ) -> Report:
-    """Probe every node over SSH, then the connections between nodes for at most `mesh_s`.
+    """Check every node over SSH, then the connections between nodes for at most `mesh_s` seconds.
 
     `lock_sha` is the SHA-256 of the expected lock file, if known. `need` is the run's need for
     GPUs.

@@ -143,7 +143,7 @@ def _rank_settings(
 _MARGIN_S = 20.0
 _ACTION_S = 20.0
 _CPU = DeviceSection(kind="cpu")
-"""On this machine, the trial measures the CPU cores unless the run computes on GPUs."""
+"""Device of a trial on this machine, for a run that does not compute on GPUs."""
 # If a killed command leaves the key, the key expires after ten times a trial's duration.
 _KEY_LASTS_S = 600
 
@@ -223,7 +223,7 @@ def _not_measured(running: str) -> Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ClusterTrial:
-    """A trial on a cluster whose nodes have all required programs."""
+    """A trial on a cluster. All nodes have the required programs."""
 
     nodes: Sequence[Node]
     cluster: Cluster
@@ -233,9 +233,10 @@ class _ClusterTrial:
     on_gpus: bool
 
     def run(self, answers: Answers, *, talk: Console) -> Outcome | str:
-        """Run the trial and return its outcome, or return the id of an active run on the head.
+        """Run the trial and return its outcome.
 
-        Raises HeadBusyError and errors of the connection.
+        If a run is active on the head, return its id instead. Raises HeadBusyError and errors of
+        the connection.
         """
         cluster, code = self.cluster, this_code()
         head = answers[self.nodes[0].name]

@@ -1,4 +1,5 @@
-"""The screen of `preflight` for this machine: what it has, what runs fast, and what to do."""
+"""The screen of `preflight` for this machine: its hardware, which computations are fast, and
+fixes."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ _ROWS = {
     **{"gpu": "GPU", "nccl": "GPU", "payload": _LAUNCHER, "mpirun": _LAUNCHER},
     **{"torchrun": _LAUNCHER, "srun": _LAUNCHER, "gloo": _LAUNCHER, "speed": "matmuls"},
 }
-"""For each check, the label of the row that shows its findings. A check that is missing here has
-its own row."""
+"""For each check, the label of the row that shows the findings. A check without an entry has a
+separate row."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,7 +114,8 @@ def _cores_text(facts: MachineFacts, report: Report) -> str:
 
 
 def _kernels_text(facts: MachineFacts, report: Report, config: RunConfig) -> str:
-    """Return what the project's kernels compute on this machine, and why some do not run."""
+    """Return which computations run on the project's kernels on this machine, and why other
+    computations do not."""
     alone = "PyTorch alone, without the project's kernels: "
     if not config.used_engine().wants_kernels():
         return f"{alone}a setting of [engine] turns them off"
@@ -147,7 +149,7 @@ def _memory_row(facts: MachineFacts) -> Row:
 
 
 def _limits_row(facts: MachineFacts) -> Row:
-    """Return the limits that a container or job sets with a control group or a set of CPUs."""
+    """Return a row with the limits that a container or job sets, by a control group or CPU set."""
     limits = facts.limits
     parts = []
     if limits.cpus is not None and limits.cpus < facts.usable_cpus:

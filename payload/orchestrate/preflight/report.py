@@ -52,7 +52,7 @@ class Prediction:
     """The predicted step of a run on the measured nodes."""
 
     what: str
-    """A description of the run."""
+    """Description of the run, for messages."""
     sync_s: float
     """Time of the all-reduce without any overlap; 0 with one rank."""
     compute_s: float
@@ -352,7 +352,7 @@ def _is_booting(report: Report) -> bool:
 
 
 def _reason(report: Report) -> str:
-    """Return the errors of all nodes as one line; they are the reason to wait."""
+    """Return the errors of all nodes as one line; the errors are the reason to wait."""
     errors = [finding for finding in report.findings if finding.severity == "error"]
     return "; ".join(f"{finding.node}: {finding.cause}" for finding in errors)
 
@@ -389,7 +389,10 @@ def try_if_new(
     config: RunConfig,
     placement: Placement | None = None,
 ) -> Report:
-    """Run a trial before a run, unless a trial of this payload on these nodes is recent."""
+    """Run a trial before a run.
+
+    The trial is skipped if a recent trial of this payload on these nodes has succeeded.
+    """
     record = _known_trial_of(report, nodes, config)
     if record is not None and is_fresh(record, now_unix=time.time()):
         return replace(report, measured=record.measured)
@@ -399,7 +402,7 @@ def try_if_new(
 def with_known_trial(report: Report, nodes: Sequence[Node], config: RunConfig) -> Report:
     """Return the report with the newest trial of these nodes.
 
-    The trial can be old: `plan` uses it, too.
+    The trial can be old, because `plan` also uses old trials.
     """
     record = _known_trial_of(report, nodes, config)
     return report if record is None else replace(report, measured=record.measured)

@@ -1,4 +1,5 @@
-"""Warns about checkpoints that are lost with the head's disk, and machines that stay billed."""
+"""Warns about checkpoints that are lost with the head's disk, and about machines that stay
+billed."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from payload.stack.cloud_requirements import requirements_of
 from payload.stack.stack_settings import DEFAULTS
 
 COPY_EVERY_S = 1800.0
-"""Minimum time between two copies of a checkpoint: traffic out of Google Cloud is billed."""
+"""Minimum seconds between two copies of a checkpoint, because traffic out of Google Cloud is
+billed."""
 _KEEP = "pulumi config set bucket create"
 
 
@@ -70,7 +72,8 @@ def cluster_warning(known: Mapping[str, Any]) -> str | None:
 
 
 def refuse_spot_without_bucket(known: Mapping[str, Any], *, accepted: bool) -> None:
-    """Raise ConfigError for spot machines without a bucket, unless the loss is accepted."""
+    """Raise ConfigError for spot machines without a bucket, if the user has not accepted the
+    loss."""
     need, warning = requirements_of(known), cluster_warning(known)
     if need.spot == "false" or warning is None or accepted:
         return

@@ -94,7 +94,7 @@ def settle_run(
 ) -> SettledRun:
     """Return the settings with a micro-batch that fits. Raises ConfigError.
 
-    In `open_settings`, the micro-batch is `auto` unless an earlier plan fixed it.
+    In `open_settings`, the micro-batch size is `auto`, or the size that an earlier plan fixed.
     """
     config = request.config
     free_bytes = (
@@ -128,7 +128,7 @@ def settle_run(
 def slow_bf16(
     config: RunConfig, core_flops_per_s: Mapping[Dtype, float], *, kept_dtype: Dtype | None = None
 ) -> list[str]:
-    """Return a note if a run computes in bf16 on CPUs that are faster in fp32.
+    """Return a note if a run computes in bf16 although its CPUs are faster in fp32.
 
     `kept_dtype` is the dtype of the checkpoint that the run resumes from, if any.
     """

@@ -18,9 +18,9 @@ class LauncherChoice:
 
     launcher: Launcher
     executable: str
-    """Path of the launcher's program on the head."""
+    """Path of the launcher's executable on the head."""
     refused: Sequence[tuple[str, PreflightError]] = ()
-    """Launchers that `auto` would prefer, each with the reason why it cannot be used."""
+    """Launchers that `auto` would prefer but cannot use, each with the reason."""
 
     def notes(self) -> list[str]:
         """Return a note for each preferred launcher that cannot be used."""

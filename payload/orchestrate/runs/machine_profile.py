@@ -29,7 +29,9 @@ class MachineProfile(Protocol):
         """Return the expected network bandwidth of the gradient all-reduce."""
 
     def peak_flops_per_s(self, choice: DtypeChoice, *, threads: int) -> float | None:
-        """Return the matmul speed of all ranks, which have `threads` threads together.
+        """Return the matmul speed of all ranks together in FLOP/s.
+
+        The ranks have `threads` threads in total.
 
         Return None if it was not measured.
         """

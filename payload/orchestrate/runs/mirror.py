@@ -1,4 +1,4 @@
-"""Maintains the local copy of a run on a cluster, which is usable without a connection.
+"""Maintains the local copy of a run on a cluster. The copy is usable without a connection.
 
 A node can change only its own files. A worker can change the logs and exit records of its ranks,
 and the head can change the run's files. Symlinks are never followed.
@@ -76,8 +76,8 @@ class Mirrored:
     ssh_key: str = checked(pattern=_PATH, wanted="a path", max_chars=4096)
     """Path of the SSH key that the nodes accept."""
     collected: str | None = checked(None, pattern=_COLLECTED, wanted="a checkpoint's name")
-    """Name of the checkpoint that was the head's newest when results were collected after the run's
-    end; empty if the head had no checkpoint, None if results were not collected yet."""
+    """Name of the head's newest checkpoint when results were collected after the end of the run.
+    Empty if the head had no checkpoint; None if results were not collected yet."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -138,7 +138,7 @@ def record_collected(paths: RunPaths, checkpoint: Path | None) -> None:
 def locked(paths: RunPaths, what: str) -> Iterator[None]:
     """Prevent other commands on this machine from copying `what`; waits for the lock.
 
-    Raises ConfigError if the copy cannot be written, even if the error occurs within the block.
+    Raises ConfigError if the copy cannot be written, also for such an error within the block.
     """
     lock_path = path_in_copy(paths, f".{what}.lock")
     try:
@@ -157,7 +157,7 @@ class FileRequest:
     node: str
     is_head: bool
     ranks: frozenset[int]
-    """Ranks whose exit records the node may add and remove."""
+    """Ranks for which the node may add and remove exit records."""
     world_size: int
     whole: tuple[str, ...]
     """Small files, which are requested in full."""
@@ -170,8 +170,8 @@ class FileRequest:
 
 
 _MOST_FOLLOWED = 64
-"""Maximum number of ranks whose heartbeats are copied every second. With 512 ranks, writing them
-took 0.6 s."""
+"""Maximum number of ranks for which heartbeats are copied every second. With 512 ranks, writing
+them took 0.6 s."""
 
 
 def file_request(paths: RunPaths, node: str, *, is_head: bool, brief: bool = False) -> FileRequest:
@@ -300,7 +300,7 @@ def _content(request: FileRequest, name: str, piece: Piece) -> tuple[int, bytes]
 
 
 def _problem(paths: RunPaths, name: str, text: str, request: FileRequest) -> str | None:
-    """Return the reason why a small file cannot replace the local one, or None."""
+    """Return the reason why a small file cannot replace the local file, or None."""
     where = f"{request.node}: {name}"
     folder, _, file = name.rpartition("/")
     cls = _RECORDS[folder or file]
@@ -321,7 +321,7 @@ def _problem(paths: RunPaths, name: str, text: str, request: FileRequest) -> str
 
 
 def _removed_exits(paths: RunPaths, answer: Part, request: FileRequest) -> Iterator[Path]:
-    """Yield the exit records that the node no longer has because their ranks were restarted.
+    """Yield local exit records that the node no longer has, because the ranks were restarted.
 
     A worker has the records of the ranks on that worker; a running supervisor has the records of
     all ranks. A node that was recreated has no records of the run.

@@ -99,7 +99,7 @@ class PlanTarget:
     paths: RunPaths
     """The run's folder on the machines."""
     port: int
-    """The rendezvous port of the ranks on the head."""
+    """The port on the head for the ranks' rendezvous."""
     work_dir: Path = field(default_factory=Path.cwd)
     """The folder that relative paths in the config refer to."""
     copies: NodeCopies | None = None

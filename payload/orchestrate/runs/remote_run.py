@@ -77,18 +77,18 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """Result of an update of the local copy, in which the head's files are now up to date."""
+    """Result of an update of the local copy. The copies of the head's files are now up to date."""
 
     alive: bool
     """True if the run has a living supervisor."""
     missed: Mapping[str, TileforgeError]
-    """Errors of the workers whose files are not up to date, by node."""
+    """Error of each worker for which the local copy is not up to date, by node."""
     damaged: Sequence[str]
     """A message for each damaged file on a node; the local copy of that file is unchanged."""
 
 
 class RemoteRun:
-    """A run whose supervisor is on the head; `paths` is its local copy."""
+    """A run with its supervisor on the head. `paths` is the run's local copy."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class RemoteRun:
             self._cluster = None
 
     def start(self, *, grace_s: float, name: str) -> Begun:
-        """Start the supervisor on the head, which the attempt `name` has claimed.
+        """Start the supervisor on the head. The attempt `name` must have claimed the head.
 
         See node/control.py.
         """
@@ -202,7 +202,7 @@ class RemoteRun:
     ) -> None:
         """End all processes of a finished run on every node.
 
-        Without `at_once`, ranks of a killed supervisor first get time to save; the wait ends
+        Without `at_once`, ranks of a killed supervisor first get time to save. The wait ends
         without a kill if `interrupted` returns True. If the run was started again, nothing is
         killed. Raises RankLostError with the processes that do not end, or NodesError with the
         nodes that could not be checked.
@@ -273,7 +273,7 @@ class RemoteRun:
 
         Every file of the copy must match the file on the head. A damaged checkpoint is reported,
         and the previous checkpoint is used. If no checkpoint is valid, raises the error of the
-        newest.
+        newest checkpoint.
         """
         folders = self._remote_checkpoints()
         failures: list[TileforgeError] = []

@@ -1,4 +1,4 @@
-"""CONTRACT: removes a run's folder, unless the run is active or another run needs it.
+"""CONTRACT: removes the folder of a run that is not active and that no other run needs.
 
 This module queries no cluster: callers pass the last known state of a run on a cluster.
 """
@@ -30,7 +30,7 @@ from payload.run_record.run_repair import has_own_record, known_config
 
 _HOLDER_PREFIX = ".removing-"
 _HOLDER_RECORD = "removal.json"
-"""Name of the file that marks a temporary folder as one that this program created for a run."""
+"""Name of the file that marks a temporary folder that this program created for a run."""
 # Ranks of a killed supervisor may still be saving. Their heartbeats are at most this far apart.
 _ALIVE_S = 60.0
 
@@ -55,9 +55,9 @@ def refuse_to_remove(
 ) -> None:
     """Raise UsageError for a run that is active, needed by another run, or not fully collected.
 
-    A folder that is not a run is an error as well. `is_alive` is the last known state of a run on a
+    A folder that is not a run is also an error. `is_alive` is the last known state of a run on a
     cluster. `may_lose` is True if the cluster may have uncollected results. With `is_forced`,
-    neither such results nor an adapter of another run prevent the removal.
+    uncollected results and adapters of other runs do not prevent the removal.
     """
     if paths.root.is_symlink():
         raise UsageError(f"run {paths.run_id} is a link. Remove the link itself: rm {paths.root}")

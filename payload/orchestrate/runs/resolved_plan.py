@@ -97,7 +97,8 @@ class ResolvedPlan:
         )
 
     def files(self) -> dict[str, str]:
-        """Return each file's text by name; plan.json is last, because a supervisor waits for it."""
+        """Return each file's text by name; plan.json is last, because a supervisor waits for this
+        file."""
         return self._files(self.config)
 
     def files_on_nodes(self) -> dict[str, str]:

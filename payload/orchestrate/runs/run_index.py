@@ -283,7 +283,7 @@ def _damaged(paths: RunPaths) -> Iterator[str]:
 def _status(
     paths: RunPaths, state: RunState | None, *, now_unix: float, alive: bool | None
 ) -> tuple[RunStatus, str | None, str | None]:
-    """Return status, exit class and error; a run whose supervisor is gone counts as failed."""
+    """Return status, exit class and error; a run without a living supervisor counts as failed."""
     has_ended = state is not None and state.status not in ("starting", "running")
     if alive:
         # The scheduler may have requeued the job of an ended run, or the run waits for the store.
@@ -339,9 +339,9 @@ def resumable_run(
     """Return the run that `--resume` names; if it is not local, fetch it from its store.
 
     Also returns `overrides` with additions: the store of a fetched run, and the path of the run's
-    data. The path is not added if the command line has a config file (`has_config`), because that
-    file sets it. `settings` returns the settings of the command, not of the run. Raises UsageError
-    and ConfigError.
+    data. The path is not added if the command line has a config file (`has_config`), because the
+    config file sets the path. `settings` returns the settings of the command, not of the run.
+    Raises UsageError and ConfigError.
     """
     if is_address(named):
         address = run_address(named)
@@ -375,9 +375,10 @@ def resumable_run(
 
 
 def _data_of(paths: RunPaths) -> list[str]:
-    """Return an override of `data.dir` if run.toml names a folder that is not on this machine.
+    """Return an override of `data.dir` if run.toml names a folder that does not exist on this
+    machine.
 
-    On a head, run.toml has the path on that node; plan.json has the operator's local path.
+    On a head, run.toml has the path on the head, and plan.json has the operator's local path.
     """
     with suppress(ConfigError):
         named = operators_data(paths.plan)
@@ -448,7 +449,8 @@ def _reach(paths: RunPaths) -> tuple[int, int, bool]:
 def _take_checkpoint(
     store: StoreReader, paths: RunPaths, *, say: Callable[[str], None]
 ) -> Path | None:
-    """Fetch the newest checkpoint unless a local one is as new; return the newest local one."""
+    """Fetch the newest checkpoint if it is newer than all local checkpoints; return the newest
+    local one."""
     path_in_copy(paths, paths.checkpoints.name)
     known = known_hashes(paths)
     here = newest_valid(paths.checkpoints)

@@ -45,7 +45,7 @@ _GIB = 2**30
 
 
 def check_data(folder: Path, *, sequence_length: int, task: TaskKind = "text") -> DataMeta:
-    """Return meta.json of a data folder whose files have the recorded sizes.
+    """Return meta.json of a data folder, after checking the sizes of the files.
 
     Raises DataError with the command that prepares the folder, and ConfigError if the folder was
     prepared for a different task or sequence length.
@@ -140,9 +140,9 @@ def settle_initial(
 
 
 def require_known_sizes(config: RunConfig) -> None:
-    """Raise CheckpointError for a local model whose sizes are unknown.
+    """Raise CheckpointError for a local model with unknown sizes.
 
-    Otherwise the plan would use the sizes of a different model.
+    Without this check, the plan would use the sizes of a different model.
     """
     if config.model.init != SCRATCH and home_path(config.model.init).exists():
         find_source(config.model.init, setting="model.init", verify=False).spec()
@@ -170,7 +170,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _require_sound(folder: Path, spec: ModelSpec) -> None:
-    """Check the weights in a folder without a manifest, which another program wrote."""
+    """Check the weights in a folder without a manifest, as another program writes it."""
     if has_adapter(folder) or (folder / MANIFEST_FILE).exists():
         return
     require_weights(spec, folder)
@@ -191,7 +191,7 @@ def rate_warning(config: RunConfig) -> str | None:
 
 
 def rank_memory(device: DeviceSection, nodes: Sequence[Node], *, ranks: int) -> int | None:
-    """Return the total GPU memory of a node's ranks, in bytes, for the node with the least.
+    """Return the GPU memory of a node's ranks in bytes, for the node with the least GPU memory.
 
     Each node has `ranks` ranks, and each rank has one GPU. Returns None if the ranks compute on
     CPUs, or if the GPU memory of a node is unknown.
@@ -231,7 +231,7 @@ def memory_warning(
 
 
 def tokens_of_data(config: RunConfig, *, expected_mean: float | None = None) -> int | None:
-    """Return the mean number of tokens in a step, for data whose samples do not fill a sequence.
+    """Return the mean number of tokens in a step, for data with samples shorter than a sequence.
 
     Returns None if all sequences are full. If the data cannot be read, `expected_mean` replaces the
     mean number of tokens in a sample; None means that all sequences are full.

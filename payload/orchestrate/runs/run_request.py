@@ -75,8 +75,8 @@ class RunRequest:
     identity: str = field(default_factory=new_identity)
     """The identity for a run that has no identity yet."""
     named: Mapping[str, str] | None = None
-    """Approved settings with effects outside the run, such as its store; None if the user approved
-    all such settings of the config."""
+    """Settings with effects outside the run, such as the store, that the user approved. None if the
+    user approved all such settings of the config."""
     placed: ResolvedPlacement | None = None
     """Result of `Site.check`; None if the nodes are unknown before the start."""
 
@@ -140,7 +140,7 @@ def _require_text(path: Path) -> None:
 
 
 def _text_of(path: Path) -> str | None:
-    """Return a file's text; None if the file cannot be read."""
+    """Return the text of a file, or None if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

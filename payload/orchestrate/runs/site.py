@@ -85,7 +85,7 @@ class SiteRun(ABC):
         say: Callable[[str], None] = lambda _: None,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> RunPoll:
-        """Fetch new data and poll the run, waiting for a connection unless `interrupted()`."""
+        """Fetch new data and poll the run. Wait for a connection until `interrupted()` is True."""
 
     @abstractmethod
     def signal(self, number: Signals, request: StopRequest) -> bool:
@@ -203,18 +203,21 @@ class Site(ABC):
 
 
 class NamedSite(Site):
-    """A site that `--site` selects and that has no inventory; its file defines the object `SITE`.
+    """A site without an inventory, which `--site` selects.
 
-    Each of its runs has a record, job.json, with the name of the site and the id of the job.
+    The site's file defines the object `SITE`.
+
+    Each run at the site has a record, job.json, with the name of the site and the id of the job.
     """
 
     @abstractmethod
     def run_of(self, paths: RunPaths, job: RunJob, env: Mapping[str, str]) -> SiteRun:
-        """Return the run of a record."""
+        """Return the run that the record `job` describes."""
 
 
 def _refuse_to_resume(paths: RunPaths, find_active_run: FindActiveRun) -> None:
-    """Raise ConfigError for a run that is active, or whose checkpoints only a cluster has."""
+    """Raise ConfigError for an active run, and for a run with checkpoints that are only on a
+    cluster."""
     if is_copy(paths):
         if known_config(paths).storage.address() is None:
             raise ConfigError(
@@ -240,7 +243,7 @@ def refuse_active(paths: RunPaths, find_active_run: FindActiveRun) -> None:
 
 
 def refuse_where_copied_alive(paths: RunPaths) -> None:
-    """Raise ConfigError for a copy whose run was active when its cluster was last reached."""
+    """Raise ConfigError for the copy of a run that was active when the cluster was last reached."""
     mirrored = read_mirrored(paths)
     if mirrored is not None and mirrored.alive:
         raise ConfigError(
@@ -265,13 +268,13 @@ class InventorySite(Site):
     ) -> ResolvedPlan:
         """Return the plan of a run without starting it; `placed` is the result of `check`.
 
-        `mean_tokens` is as in `PlanRequest`.
-        Raises ConfigError and PreflightError.
+        `mean_tokens` has the same meaning as in `PlanRequest`. Raises ConfigError and
+        PreflightError.
         """
 
     @abstractmethod
     def find_run(self, run_id: str | None, *, runs_dir: Path, verb: str) -> SiteRun:
-        """Return a run at the site; without an id, the active one.
+        """Return a run at the site; without an id, return the active run.
 
         `verb` is the command, for messages. Raises UsageError.
         """

@@ -49,8 +49,8 @@ _NODELIST = "SLURM_JOB_NODELIST"
 _COMMAND_S = 30.0
 _REPORT_S = 120.0
 _RECORD_S = 60.0
-"""Longest wait for the job's record: a job may begin before the submitting command has read the job
-id from sbatch."""
+"""Longest wait for the job's record, in seconds. A job may begin before the submitting command has
+read the job id from sbatch."""
 _POLL_S = 0.5
 _GUESSED_BYTES_PER_S = 1.25e9
 """Assumed rate of the network between the nodes, 10 Gbit/s; this rate is not measured."""
@@ -213,7 +213,7 @@ def _node(name: str, fact: Mapping[str, str], report: NodeReport) -> Node:
 
 
 def _gpu_notes(reports: Mapping[str, NodeReport], *, has_gpus: bool) -> tuple[str, ...]:
-    """Return notes that explain why no GPU was found on nodes whose nvidia-smi shows none.
+    """Return notes that explain why nvidia-smi shows no GPU on some nodes.
 
     `has_gpus` selects the nodes with or without GPUs in the job: Slurm may hide the GPUs of a node
     from a job that did not request GPUs.
@@ -275,7 +275,7 @@ def run_slurm(argv: Sequence[str], env: Mapping[str, str], *, timeout_s: float =
 
 
 class SlurmError(PreflightError):
-    """A Slurm command has failed."""
+    """A Slurm command has failed. The text has the command's last line of output."""
 
     def __init__(self, program: str, message: str) -> None:
         super().__init__(f"{program}: {message}. See `sinfo` and `scontrol ping`.")
@@ -318,7 +318,7 @@ def inspect_nodes(
 
 
 def _own_name(env: Mapping[str, str]) -> str:
-    """Return the node name that Slurm gave this machine; on a login node, the hostname."""
+    """Return the node name that Slurm gave this machine; on a login node, return the hostname."""
     return env.get("SLURMD_NODENAME") or hostname()
 
 

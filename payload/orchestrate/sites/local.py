@@ -1,4 +1,4 @@
-"""The site for this machine: starts, follows and stops runs whose supervisor is local."""
+"""The site for this machine: starts, follows and stops runs that have a local supervisor."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _START_S = 30.0
 
 
 def require_one_machine(chosen: ResolvedInventory) -> None:
-    """Raise ConfigError unless the inventory is this machine alone or a Slurm job."""
+    """Raise ConfigError if the inventory is neither this machine alone nor a Slurm job."""
     inventory = chosen.inventory
     access = inventory.access
     if not access.shares_folder:
@@ -95,7 +95,8 @@ class Local(InventorySite):
         self._access = access
 
     def check(self, config: RunConfig, env: Mapping[str, str]) -> None:
-        """Raise ConfigError for a setting that needs a package or device this machine lacks."""
+        """Raise ConfigError for a setting that needs a package or device that this machine
+        lacks."""
         inventory, gpus = self._chosen.inventory, self._chosen.nvidia
         need = self._chosen.gpu_need(config)
         # Without nvidia-smi, as in some containers, torch finds out whether the GPU works.
@@ -171,7 +172,7 @@ class Local(InventorySite):
 
 
 class LocalRun(SiteRun):
-    """A run whose supervisor is on this machine, possibly as a child of this process."""
+    """A run with a supervisor on this machine, possibly as a child of this process."""
 
     every_s = 0.2
     has_job = False
@@ -186,7 +187,8 @@ class LocalRun(SiteRun):
         supervisor: subprocess.Popen[bytes] | None = None,
         nodes: int = 1,
     ) -> None:
-        """`supervisor` is a child process of this command, so the run ends with the command."""
+        """If `supervisor` is given, it is a child process of this command, and the run ends with
+        the command."""
         self.paths, self.nodes, self.where = paths, nodes, "on this machine"
         self.outlives_us = supervisor is None
         self.held = ExitStack()
@@ -270,7 +272,8 @@ class LocalRun(SiteRun):
         return status or ExitCode.TRAINING, f"{message}\nlog: {paths.supervisor_log}"
 
     def overdue(self, waited_s: float, *, force: bool, talk: Console) -> None:
-        """Kill the run's processes if a forced stop had no effect, as with a frozen supervisor."""
+        """Kill the run's processes if a forced stop had no effect, for example on a frozen
+        supervisor."""
         paths = self.paths
         if not force:
             raise RankLostError(

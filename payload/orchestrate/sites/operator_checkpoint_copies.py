@@ -13,7 +13,7 @@ from payload.orchestrate.runs.at_risk import COPY_EVERY_S
 from payload.orchestrate.runs.remote_run import RemoteRun
 
 _CHECK_S = 60.0
-"""Time until the next check for a checkpoint if the last check found no new one."""
+"""Seconds until the next check for a checkpoint if the last check found no new checkpoint."""
 _MIN_PAUSE_RATIO = 9.0
 """Minimum pause after a copy, as a multiple of the copy's duration: the ranks need the network."""
 _END_S = 5.0
@@ -72,7 +72,7 @@ class CheckpointCopies:
         self._run.close()
 
     def _copied(self) -> bool:
-        """Copy the newest checkpoint; return whether it was new."""
+        """Copy the newest checkpoint; return False if it was already copied."""
         newest = self._run.newest_remote_checkpoint()
         if newest is None or (self._last is not None and newest == self._last.name):
             return False

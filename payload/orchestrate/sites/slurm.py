@@ -1,4 +1,4 @@
-"""The site for Slurm: submits a run as a job, which commands on the login node follow and stop.
+"""The site for Slurm. Submits a run as a job; commands on the login node follow and stop the job.
 
 The run folder is on a file system that the login node and the nodes share, so nothing is copied.
 """
@@ -85,7 +85,7 @@ class Slurm(NamedSite):
         require_program("sbatch", env)
 
     def start(self, request: RunRequest) -> SlurmRun:
-        """Submit a job whose program plans the run on the nodes that the job receives."""
+        """Submit a job. The job's program plans the run on the nodes that the job receives."""
         access = LocalAccess(request.env)
         if not request.resumes:
             require_new_in_store(
@@ -328,8 +328,8 @@ class SlurmRun(SiteRun):
     def _has_recorded_end(self) -> bool:
         """Return whether the supervisor has recorded the end of the run.
 
-        After such an end, Slurm need not be queried. A lost rank does not count: Slurm may have
-        requeued the job.
+        After a recorded end, Slurm need not be queried. The end by a lost rank does not count,
+        because Slurm may have requeued the job.
         """
         record, state = last_record(RunJob, self.paths.job), last_record(RunState, self.paths.state)
         if record is None or state is None or record.pid is None:

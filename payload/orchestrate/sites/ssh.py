@@ -71,7 +71,7 @@ from payload.stack.node_paths import VENV
 
 
 class Ssh(InventorySite):
-    """The cluster of an inventory, whose head and workers are reached over SSH."""
+    """The cluster of an inventory. The head and the workers are reached over SSH."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class Ssh(InventorySite):
         return _Staged(run=run, home=home, claim=claim)
 
     def find_run(self, run_id: str | None, *, runs_dir: Path, verb: str) -> SiteRun:
-        """Find a run on the head; without an id, the active one. Raises UsageError."""
+        """Find a run on the head; without an id, find the active run. Raises UsageError."""
         key = self._key()
         with self._connect(key) as cluster:
             answer = inspect_node(cluster.connect(self._inventory.head), this_code(), venv=VENV)
@@ -339,7 +339,8 @@ class Ssh(InventorySite):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Staged:
-    """A run whose files are on the nodes, unless another run is active there."""
+    """The result of staging: the files of the run are on the nodes, or another run is active
+    there."""
 
     run: RemoteRun
     home: PurePosixPath
@@ -387,7 +388,10 @@ def _write(
 
 
 def _refuse_another_cluster(paths: RunPaths, inventory: ClusterInventory, *, talk: Console) -> None:
-    """Raise ConfigError for a run of a different cluster, unless it has ended and has a store."""
+    """Raise ConfigError for a run of a different cluster.
+
+    A run that has ended and has a store is allowed.
+    """
     has_store = known_config(paths).storage.address() is not None
     try:
         was = ClusterInventory.load(paths.inventory)

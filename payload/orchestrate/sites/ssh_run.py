@@ -142,7 +142,10 @@ class ClusterRun(SiteRun):
 
 
 class EndedCopy(SiteRun):
-    """The read-only copy of an ended run whose damaged records do not show its cluster."""
+    """The read-only copy of an ended run.
+
+    Because of damaged records, the run's cluster is unknown.
+    """
 
     has_job = False
     is_copied = True

@@ -45,7 +45,7 @@ _KEY_MARGIN_S = 86_400.0
 
 
 class ClusterNotReadyError(TileforgeError):
-    """A run was not started; the exit code comes from the check or program that failed."""
+    """The run was not started. The exit code comes from the check or program that failed."""
 
     def __init__(self, cause: str, code: int) -> None:
         super().__init__(cause)
@@ -64,7 +64,7 @@ class LocalFiles:
     def of(cls, request: RunRequest) -> LocalFiles:
         """Return the files that a run needs. Raises ConfigError.
 
-        A resumed run starts from its checkpoint, so its initial weights may be missing.
+        A resumed run starts from its checkpoint, so the initial weights may be missing.
         """
         init = request.config.model.init
         is_gone = request.resumes and not can_see(home_path(init))

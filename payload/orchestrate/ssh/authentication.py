@@ -1,4 +1,4 @@
-"""Logs in to a node: checks its host key, authenticates, and explains failures.
+"""Logs in to a node: checks the node's host key, authenticates, and explains failures.
 
 Host keys come only from the inventory.
 """

@@ -87,7 +87,7 @@ class Cluster:
         self.close()
 
     def _with_news(self, node: Node, error: TileforgeError) -> TileforgeError:
-        """Return the error; if the head's address changed, return a retryable error instead."""
+        """Return `error`, or a retryable error if the head's address has changed."""
         news = self._news() if node.name == self.inventory.head.name else ""
         return SshUnreachableError(f"{node.name}: {news} ({error})") if news else error
 

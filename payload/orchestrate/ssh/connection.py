@@ -42,7 +42,7 @@ _SILENT = "Timeout opening channel."
 
 
 def shell_text(argv: Sequence[str]) -> str:
-    """Return a command as one line that every POSIX shell splits into these arguments."""
+    """Return one line of shell text that every POSIX shell splits into the arguments `argv`."""
     return shlex.join(argv)
 
 

@@ -58,10 +58,10 @@ def put(
 ) -> None:
     """Copy a file to `target` on the node: an absolute path, or relative to the login's home.
 
-    `sha256` is the expected checksum of `source`; it protects against a file replaced by a link to
-    a private file. Raises ConfigError if the checksum differs, SshUnreachableError if the
-    connection breaks (the next call resumes the transfer), and PreflightError if the node cannot
-    store the file.
+    `sha256` is the expected checksum of `source`. The check detects a file that was replaced by a
+    link to a private file. Raises ConfigError if the checksum differs, and PreflightError if the
+    node cannot store the file. Raises SshUnreachableError if the connection breaks; the next call
+    then resumes the transfer.
     """
     digest = sha256_of(source)
     if sha256 not in (None, digest):

@@ -44,7 +44,7 @@ class Code:
 
     @property
     def digest(self) -> str:
-        """A name for this version of the code, which is the same for identical files."""
+        """A name for this version of the code. Identical files have the same name."""
         return hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest()[:16]
 
 

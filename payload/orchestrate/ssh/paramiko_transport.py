@@ -55,7 +55,7 @@ class Transport(paramiko.Transport):
         self._send_lock = threading.RLock()
 
     def note_reason(self, reason: str) -> None:
-        """Record the reason of a disconnect; only the first one is kept."""
+        """Record the reason of a disconnect; only the first reason is kept."""
         self.disconnect_reason = self.disconnect_reason or reason
 
     def why_lost(self, error: Exception) -> str:

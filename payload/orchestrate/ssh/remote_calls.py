@@ -106,7 +106,7 @@ class Route:
     proxy: tuple[str, ...] = ()
     """The proxy command; empty without a proxy."""
     jump: str | None = None
-    """The node that the connection passes through; None if it is direct."""
+    """The node that the connection passes through; None for a direct connection."""
 
 
 def route_to(node: Node, *, head: Node, access: Access, on_head: bool = False) -> Route:
@@ -238,7 +238,7 @@ class NodeState:
     port: int | None = checked(low=1, high=65535)
     """A free port; None if no port is free."""
     running: str | None = checked(pattern=RUN_ID, wanted="a run id")
-    """The run whose supervisor is alive, or None."""
+    """The run that has a living supervisor, or None."""
     missing: tuple[str, ...] | None = checked(max_items=_MOST_FILES)
     """Missing or changed files of the payload; None if the node has this version."""
     has: tuple[str, ...] = checked(max_items=_MOST_FILES)
@@ -254,7 +254,8 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """The response to action `start` in control.py: `pid`, the run in progress or exit status."""
+    """The response to action `start` in control.py: a `pid`, the run in progress, or an exit
+    status."""
 
     pid: int | None = checked(None, low=1)
     running: str | None = checked(None, pattern=RUN_ID, wanted="a run id")
@@ -339,7 +340,7 @@ class RemoteShell(Protocol):
 
 
 def remote_argv(program: str) -> list[str]:
-    """Return the command that runs a program of `node/`, which the command reads from stdin."""
+    """Return the command that reads a program of `node/` from stdin and runs it."""
     # -I ignores the login's Python settings. The program's name makes process listings readable.
     return ["python3", "-I", "-c", _START, program]
 
@@ -403,9 +404,9 @@ def on_every_node(
     """Run `action` on all nodes in parallel; return each result or TileforgeError by node name.
 
     Wait for all actions, so `action` must have its own deadlines. Any exception that is not a
-    TileforgeError is a bug and is raised after all actions have ended. After Ctrl-C, actions
-    continue in the background unless `to_the_end` is set: set it for actions that must be undone
-    afterwards.
+    TileforgeError is a bug and is raised after all actions have ended. Ctrl-C ends the wait,
+    and actions continue in the background. With `to_the_end`, the actions end first: set it for
+    actions that must be undone afterwards.
     """
 
     def attempt(node: Node) -> _T | TileforgeError:

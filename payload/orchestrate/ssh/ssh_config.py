@@ -16,7 +16,10 @@ _UNWRITABLE = frozenset('"\\\n\r$')
 
 
 def render_known_hosts(nodes: Sequence[Node]) -> str:
-    """Return every node's host keys under its name, which the ssh_config uses as HostKeyAlias."""
+    """Return the text of known_hosts: every node's host keys under the node's name.
+
+    The ssh_config uses the name as HostKeyAlias.
+    """
     return "".join(f"{node.name} {key}\n" for node in nodes for key in node.host_keys)
 
 
@@ -32,8 +35,8 @@ def render_ssh_config(
     """Return an ssh_config for `ssh -F`: nodes by name and address, with strict host key checks.
 
     With `on_head`, the file is for mpirun on the head, which reaches the other nodes directly.
-    Otherwise it is for the operator's machine, which reaches the nodes through the head. Raises
-    ConfigError.
+    Without `on_head`, the file is for the operator's machine, which reaches the nodes through the
+    head. Raises ConfigError.
     """
     shared = [
         "Host *",

@@ -37,10 +37,9 @@ class Claim:
     """Result of an attempt to get the lock on the head."""
 
     name: str
-    """The unique name of the attempt, which is also the name of its SSH key."""
+    """The unique name of the attempt. The attempt's SSH key has the same name."""
     running: str | None
-    """The run in progress that keeps this command from getting the claim; None if this command
-    holds the claim."""
+    """The run in progress that prevents the claim; None if this command holds the claim."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -222,13 +222,13 @@ class LiveLine:
             self.say(line)
 
     def print_held_error(self, *, unless: str = "") -> None:
-        """Print rank 0's held error unless the text `unless` contains it."""
+        """Print rank 0's held error, if the text `unless` does not contain the error."""
         kept, self._held_error = self._held_error, ""
         if kept and kept.removeprefix(_ERROR_PREFIX) not in unless:
             self.say(kept)
 
     def news(self, text: str) -> None:
-        """Print a line above the live line, unless it repeats the previous message."""
+        """Print a line above the live line. A repetition of the previous message is not printed."""
         if text != self._last_message:
             self._last_message = text
             self.say(text)
@@ -249,7 +249,7 @@ class LiveLine:
         return self._view.row is not None
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Show a finished step; `row` is its line of metrics.jsonl."""
+        """Show a finished step; `row` is the step's line of metrics.jsonl."""
         self._eta.step(row)
         self._view = replace(self._view, row=row)
 
@@ -363,7 +363,7 @@ class View:
 
 
 def _fit(parts: Sequence[Part], width: int) -> str:
-    """Join one form of each part.
+    """Join one form of each part to a line of at most `width` cells.
 
     If the line is too long, optional parts are dropped first, then parts are shortened, and then
     more parts are dropped.

@@ -34,7 +34,7 @@ def print_message(console: Console, line: str) -> None:
 
 
 def fitted_message(console: Console, line: str) -> list[str]:
-    """Return the lines of a message for this console."""
+    """Return the lines of a message, wrapped for a terminal, as one line for a pipe."""
     if not console.is_terminal:
         return [line]
     lines = line.splitlines()

@@ -16,7 +16,7 @@ _ANY_WIDTH = 100_000
 def table(*names: str, wrapped: Collection[str] = (), right: Collection[str] = ()) -> Table:
     """Return an empty table with these columns; without names it has no header.
 
-    The columns in `wrapped` may take several lines; those in `right` are right-aligned.
+    The columns in `wrapped` may take several lines; columns in `right` are right-aligned.
     """
     made = Table(box=None, pad_edge=False, show_header=bool(names))
     for name in names:
@@ -36,7 +36,7 @@ def table_lines(
     width: int | None = None,
     optional: Sequence[str] = (),
 ) -> list[str]:
-    """Return a table's lines; if the table is wider than `width`, an indented block per row.
+    """Return a table's lines; if the table is wider than `width`, return an indented block per row.
 
     Columns in `optional` are left out of a table that is too wide, starting with the first.
     """

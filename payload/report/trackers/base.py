@@ -17,7 +17,7 @@ class About:
 
     run_id: str
     name: str
-    """The setting `run.name`, which is the same for all runs of a project."""
+    """The setting `run.name`. All runs of a project have the same name."""
     folder: Path
     """The tracker's folder in the run folder."""
     config: Mapping[str, Any]
@@ -37,4 +37,7 @@ class Tracker(Protocol):
         """Log rows in chronological order."""
 
     def end(self, summary: Mapping[str, Any], report: Path | None) -> None:
-        """Log results and report page, and close; an empty summary means that the run continues."""
+        """Log the results and the report page, and close.
+
+        An empty summary means that the run continues.
+        """

@@ -31,7 +31,7 @@ class CsvTracker:
         write_whole(about.folder / "config.json", json.dumps(dict(about.config), indent=2) + "\n")
 
     def log(self, rows: Sequence[Row]) -> None:
-        """Append rows; if a row has a new column, rewrite the file with that column."""
+        """Append rows. If a row has a new column, rewrite the file with this column."""
         self._rows += rows
         new = dict.fromkeys(name for row in rows for name in row if name not in self._names)
         if new:

@@ -1,4 +1,4 @@
-"""The tracker MLflow, with a file store in the run folder unless MLFLOW_TRACKING_URI is set."""
+"""The tracker MLflow. Without MLFLOW_TRACKING_URI, it uses a file store in the run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tracker Weights & Biases, offline unless WANDB_MODE is set; upload with `wandb sync`."""
+"""The tracker Weights & Biases, offline if WANDB_MODE is not set; upload with `wandb sync`."""
 
 from __future__ import annotations
 

@@ -46,7 +46,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModel:
-    """Identifies the frozen base weights of an adapter, which its checkpoints do not contain."""
+    """Identifies the frozen base weights of an adapter.
+
+    The adapter's checkpoints lack these weights.
+    """
 
     source: str
     """Folder or hub name of the base model."""
@@ -78,7 +81,7 @@ class TrainerState:
     """Seed of the run. Dropout masks depend only on the seed and the index of the sample, so no
     generator state is saved."""
     dtype: Literal["bf16", "fp32"]
-    """The compute dtype; a resume with `precision.dtype = "auto"` keeps it."""
+    """The compute dtype; a resume with `precision.dtype = "auto"` keeps this dtype."""
     train_sha256: str
     """Hash of the train.bin that the data position refers to."""
     data_sha256: dict[str, str] = field(default_factory=dict)
@@ -91,9 +94,10 @@ class TrainerState:
     base: BaseModel | None = None
     """The base that an adapter was trained on; None without an adapter."""
     identity: str | None = checked(None, pattern=PATTERN, wanted=WANTED)
-    """Identity of the run, which distinguishes runs of the same name; None in older records."""
+    """Identity of the run. It distinguishes runs of the same name. None in older records."""
     router_loss: bool | None = None
-    """True if training adds the balancing loss of a mixture's routers; None in older records."""
+    """True if training adds the load-balancing loss of a mixture of experts; None in older
+    records."""
     config_toml: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -113,9 +117,9 @@ def save_checkpoint(
     """Write the checkpoint to a temporary folder, sync it to disk and rename it to `folder`.
 
     `tokenizer` maps file names to contents. `copied` are the untrained parts of a multimodal model;
-    later checkpoints copy them from this one. `progressed` is called after each part of the work.
-    `tensors_read` is called as soon as model and optimizer may change again. Raises TrainingError
-    when a write fails; older checkpoints are untouched.
+    later checkpoints copy these parts from `folder`. `progressed` is called after each part of the
+    work. `tensors_read` is called when all tensors are read, so that model and optimizer may
+    change. Raises TrainingError when a write fails; older checkpoints are untouched.
     """
     partial = folder.with_name(folder.name + PARTIAL_SUFFIX)
     try:
@@ -164,19 +168,20 @@ def optimizer_tensors(folder: Path) -> LazyTensors:
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """Return the newest valid checkpoint, or None; log and skip damaged ones."""
+    """Return the newest valid checkpoint, or None; log and skip damaged checkpoints."""
     return newest_valid(checkpoints, passed_over=warn_skipped)
 
 
 def remove_old_checkpoints(
     checkpoints: Path, *, keep: int, newest: Path, best: Sequence[Path] = ()
 ) -> list[Path]:
-    """Remove partial checkpoints and old complete ones; return the old complete ones.
+    """Remove partial checkpoints and old checkpoints; return the old checkpoints.
 
-    Keep `best` and the last `keep` checkpoints up to `newest`, which was just written.
+    Keep `best` and the last `keep` checkpoints up to `newest`, the checkpoint that was just
+    written.
 
-    Checkpoints of later steps are removed: they are damaged, or training was resumed from an
-    earlier checkpoint.
+    Checkpoints of later steps are removed, because such checkpoints are damaged, or training was
+    resumed from an earlier checkpoint.
     """
     folders = checkpoint_folders(checkpoints)
     going_on = folders[: folders.index(newest) + 1]
@@ -244,7 +249,8 @@ def _write_snapshot(
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Rename the complete checkpoint to `folder`; only then remove an older one of this name."""
+    """Rename the complete checkpoint to `folder`; only then remove an older checkpoint of this
+    name."""
     replaced = folder.with_name(f"{folder.name}.replaced{PARTIAL_SUFFIX}")
     if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)

@@ -21,7 +21,7 @@ from payload.weights.source import base_name
 
 
 def identify(source: str, folder: Path, *, quantize: Quantize) -> BaseModel:
-    """Return the identity of the weights in `folder`, which the user names `source`.
+    """Return the identity of the weights in `folder`. `source` is the name that the user gave.
 
     Raises OSError, and CheckpointError for a damaged folder.
     """
@@ -36,9 +36,9 @@ def identify(source: str, folder: Path, *, quantize: Quantize) -> BaseModel:
 
 
 def _sha256(folder: Path) -> str:
-    """Return the hash of the folder's weights; for an adapter it covers all inputs of the merge.
+    """Return the hash of the folder's weights.
 
-    Raises OSError, CheckpointError.
+    For an adapter, hash also the base and the adapter's config. Raises OSError, CheckpointError.
     """
     if not has_adapter(folder):
         return weights_sha256(folder)

@@ -29,7 +29,7 @@ _FREE_MEMORY = (
 
 
 class Saving:
-    """Writes one checkpoint at a time without copying tensors; an update waits for the last read.
+    """Writes one checkpoint at a time without copying tensors. An update waits for the reads.
 
     A failed write is raised as TrainingError by the next call of any method.
     """
@@ -120,8 +120,8 @@ class _Write:
     def __init__(self, work: Callable[[Callable[[], None], Callable[[], None]], None]) -> None:
         """Start a thread that calls `work`.
 
-        `work` receives two functions: it calls the first on progress, and the second after the last
-        read.
+        `work` receives two functions. It calls the first function on progress, and the second
+        function once all tensors are read.
         """
         self._work = work
         self._changed = threading.Condition()

@@ -1,1 +1,1 @@
-"""The losses that tasks minimise, one file each; the model's head is separate."""
+"""The losses that tasks minimise, one file each. A loss does not include the output head."""

@@ -1,8 +1,8 @@
 """The interface of a loss: its value for a batch, its weight and its evaluation metrics.
 
 A loss is one file of this package and one line in `payload/core/tasks.py`. The file assigns a
-subclass of `Loss` to `LOSS`. A loss works on the output of the model's head (token losses or
-logits, depending on the task) and does not depend on model or ranks. B samples, T tokens, K labels.
+subclass of `Loss` to `LOSS`. A loss takes the output of the model's head: token losses or logits,
+depending on the task. It does not depend on the model or on ranks. B samples, T tokens, K labels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Loss(ABC):
     """The quantity that a task minimises."""
 
     is_mean: ClassVar[bool] = False
-    """True if the loss is the mean over a batch's targets, which the model's head computes
+    """True if the loss is the mean over a batch's targets. The model's head computes this mean
     directly."""
 
     @classmethod
@@ -70,15 +70,15 @@ class Loss(ABC):
     def sums(self, found: Tensor, targets: Tensor) -> Tensor:
         """Return a batch's contribution to an evaluation, float64 on the CPU.
 
-        A token-level loss returns two numbers, its sum and the number of targets, which the
-        evaluation adds up over all batches.
+        A token-level loss returns two numbers: the sum of the losses and the number of targets. The
+        evaluation adds up both over all batches.
         """
 
     @abstractmethod
     def metrics(
         self, sums: Tensor, *more: Tensor, step: int, samples: int, tokens: int
     ) -> EvalMetrics:
-        """Return the metrics of an evaluation from the sums over all its batches and ranks.
+        """Return the metrics of an evaluation from the sums over all batches and ranks.
 
         The evaluation read `samples` samples with `tokens` tokens in all; `more` holds further
         per-sample tensors.

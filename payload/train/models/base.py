@@ -46,7 +46,7 @@ class OuterModules:
     first: tuple[str, ...]
     """Modules before the layers; the token embedding is the first one."""
     last: tuple[str, ...]
-    """Modules after the layers, except an output head that is the token embedding."""
+    """Modules after the layers. An output head that is the token embedding is not listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,15 @@ class Placement:
     built_as: type[nn.Module]
     """The layer's original class, from which the strategy derives a new one."""
     parameters: type[Tensor]
-    """The type of the layer's parameters. During computation they are plain tensors.
-    """
+    """The type of the layer's parameters outside of computation. During computation, the parameters
+    are plain tensors."""
     hooks: int
     """The number of hooks that the strategy added to the layer's forward pass."""
 
 
 class Objective(Protocol):
-    """A task's function that reduces a batch's token losses, if the loss is not their mean."""
+    """A task's function that reduces a batch's token losses to a scalar, if the loss is not the
+    mean."""
 
     def __call__(self, losses: Tensor, targets: Tensor, /, *inputs: Tensor) -> Tensor:
         """Return the batch's loss, a scalar, from (B, T) losses and the batch's other tensors."""
@@ -101,9 +102,9 @@ class CausalLM(SplitModule, ABC):
         self.checkpoints_layers = False
         """True once `enable_checkpointing` was called."""
         self.deferred_weights: Path | None = None
-        """The folder with this rank's part of the weights, which a strategy has yet to read."""
+        """Folder from which the strategy later reads this rank's part of the weights, or None."""
         self.new_rows: tuple[int, int] | None = None
-        """First and end of the vocabulary rows that `deferred_weights` lacks; None = none."""
+        """Vocabulary rows (first, end) that `deferred_weights` lacks; None = no missing rows."""
         self.chunks_loss = False
         """True if head and loss are computed in chunks of tokens, without kernels."""
         self.takes_inference_mode = True
@@ -115,7 +116,8 @@ class CausalLM(SplitModule, ABC):
         self.adapter: AdapterSection | None = None
         """The adapter's settings; set by `lora.add_adapter`."""
         self.trained_tokens: TrainedTokens | None = None
-        """Rows of the embedding that are trained beside an adapter; set by `train_tokens`."""
+        """Rows of the embedding that are trained in addition to an adapter; set by
+        `train_tokens`."""
         self.objective: Objective | None = None
         """Reduction of the token losses in `forward`; None = the mean over the targets."""
         self.without_router_loss = False
@@ -147,9 +149,9 @@ class CausalLM(SplitModule, ABC):
         """Return the token embedding if it is also the output head, or None.
 
         The gradient of a tied weight has two parts: the backward pass computes the head's part
-        first and the embedding's part last. A model with kernels looks up its tokens by
-        `kernels.embed`, which adds the second part. If this method returns None, autograd adds both
-        parts.
+        first and the embedding's part last. A model with kernels looks up tokens by
+        `kernels.embed`, which adds the embedding's part. If this method returns None, autograd adds
+        both parts.
         """
         return None
 
@@ -162,12 +164,12 @@ class CausalLM(SplitModule, ABC):
 
         The forward pass calls each layer as one module.
 
-        A strategy shards their weights layer by layer, and all other weights together.
+        A strategy shards the layers' weights layer by layer, and all other weights together.
         """
         return []
 
     def splits(self) -> Splits | None:
-        """Return how tensor ranks split the parameters, or None if they cannot."""
+        """Return how tensor ranks split the parameters; None if that is not possible."""
         return None
 
     def outer_modules(self) -> OuterModules:
@@ -203,7 +205,7 @@ class CausalLM(SplitModule, ABC):
     def enable_checkpointing(self) -> None:
         """Keep only each layer's input in training and recompute the layer in the backward pass.
 
-        Raises ConfigError if the layers do not support it.
+        Raises ConfigError if the layers do not support activation checkpointing.
         """
         self.checkpoints_layers = True
 
@@ -214,7 +216,7 @@ class CausalLM(SplitModule, ABC):
         return layer(*inputs)
 
     def drop_head(self) -> None:
-        """Remove the output head, for a classifier; do nothing if it is tied.
+        """Remove the output head, for a classifier; do nothing if the head is tied.
 
         Raises CheckpointError for a model that needs its head.
         """
@@ -230,7 +232,7 @@ class CausalLM(SplitModule, ABC):
         )
 
     def trained_beside_adapter(self) -> dict[str, nn.Parameter]:
-        """Return the base model's parameters that are trained in full beside the adapter.
+        """Return the base model's parameters that are trained in full in addition to the adapter.
 
         The keys are PEFT's names of the parameters.
         """
@@ -239,7 +241,7 @@ class CausalLM(SplitModule, ABC):
     def bf16_gradients(self, setting: RankSetting) -> list[nn.Parameter]:
         """Return the parameters whose gradient a rank with this setting may keep in bf16.
 
-        `ModelSpec.bf16_gradients` defines the rule, which the memory estimate also uses.
+        `ModelSpec.bf16_gradients` defines the rule. The memory estimate uses the same rule.
         """
         linears, head = self.trained_spec().bf16_gradients(setting)
         found = []
@@ -254,12 +256,12 @@ class CausalLM(SplitModule, ABC):
         return []
 
     def is_adaptable(self, linear: str) -> bool:
-        """Return whether the linear at this path can have an adapter, or can have 4 bits."""
+        """Return whether the linear at this path can have an adapter or be quantised to 4 bits."""
         del linear
         return True
 
     def peft_reads_as_expert(self, linear: str) -> bool:
-        """Return whether PEFT would mistake this linear, by its name, for a linear of an expert."""
+        """Return whether PEFT takes this linear for an expert's linear, because of its name."""
         del linear
         return False
 
@@ -280,7 +282,7 @@ class CausalLM(SplitModule, ABC):
         """Train these tokens' rows of the frozen embedding and, if `with_head`, of the output head.
 
         A tied head always uses the rows of the embedding. Raises ConfigError for a head with a
-        bias, whose adapter PEFT cannot compute.
+        bias, because PEFT cannot compute its adapter.
         """
         embedding, head = self._vocabulary_modules()
         is_tied = head is None or head.weight is embedding.weight
@@ -323,8 +325,8 @@ class CausalLM(SplitModule, ABC):
     def add_tokens(self, first: int, rows: int) -> None:
         """Set the rows from `first` to `rows` of embedding and head to the mean of earlier rows.
 
-        A vocabulary with fewer rows grows to `rows`. The mean, unlike transformers' samples from a
-        normal distribution, is equal on every machine.
+        A vocabulary with fewer rows grows to `rows`. The mean is equal on every machine, unlike
+        random rows as in transformers.
         """
         if rows > self.spec.vocab_size:
             self._resize_vocabulary(rows)
@@ -357,11 +359,11 @@ class CausalLM(SplitModule, ABC):
         """Adjust to an output head whose adapter was added or removed."""
 
     def has_router_loss(self) -> bool:
-        """Return whether training adds the balancing loss of a mixture's routers."""
+        """Return whether training adds the load-balancing loss of a mixture of experts."""
         return False
 
     def router_loss(self, padding: Tensor | None = None) -> Tensor | None:
-        """Return the balancing loss of a mixture's routers in the last forward pass, or None.
+        """Return the load-balancing loss of a mixture of experts in the last forward pass, or None.
 
         The loss leaves out the tokens at which `padding` (B, T) is True.
         """
@@ -378,9 +380,9 @@ class CausalLM(SplitModule, ABC):
         return torch.zeros(0, dtype=torch.float64)
 
     def freeze_router(self) -> Collection[str]:
-        """Do not train the routers of a mixture, and return the ends of their modules' paths.
+        """Freeze the routers of a mixture of experts.
 
-        Raises ConfigError for any other model.
+        Return the endings of the routers' module paths. Raises ConfigError for any other model.
         """
         raise ConfigError(
             f'model.router = "freeze": model_type = {self.spec.model_type!r} has no router. Set '
@@ -394,7 +396,7 @@ class CausalLM(SplitModule, ABC):
     def peft_path(self, module: str) -> str:
         """Return the path of this model's module `module` in the model that PEFT loads.
 
-        The adapter of a multimodal model's text model loads on the multimodal model.
+        For the text model in a multimodal model, PEFT loads the adapter on the multimodal model.
         """
         path = self.hf_name(module)
         return path if self.spec.whole is None else self.spec.whole.module_path(path)
@@ -404,7 +406,7 @@ class CausalLM(SplitModule, ABC):
         return False
 
     def trained_spec(self) -> ModelSpec:
-        """Return the spec of what is trained: the model, or the model with its adapter."""
+        """Return the spec of the trained model, including an adapter."""
         if self.adapter is None:
             return self.spec
         adapter = self.adapter
@@ -496,8 +498,8 @@ class CausalLM(SplitModule, ABC):
 def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield name and tensor of each parameter that is trained.
 
-    All other code uses this definition: a frozen parameter has no optimizer state and no gradient
-    exchange, and the memory estimate counts neither.
+    All other code uses this definition. A frozen parameter has no optimizer state and takes no part
+    in the gradient exchange, and the memory estimate includes neither.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

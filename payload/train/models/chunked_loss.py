@@ -1,6 +1,6 @@
 """The output head and its loss in chunks of tokens, so that all logits never exist together.
 
-For devices without our kernels. The backward pass recomputes a chunk's logits.
+It is used on devices without this project's kernels. The backward pass recomputes a chunk's logits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Classifiers in transformers' layout: a language model without head (body) and a linear `score`.
+"""Classifiers in transformers' layout: a body (language model without head) and a linear `score`.
 
 `score` reads the hidden state of a text's last token, as in transformers'
 `...ForSequenceClassification`. B texts, T tokens, C width, K labels.
@@ -56,8 +56,8 @@ class Classifier(CausalLM):
         self.body = body
         self.labels = tuple(labels)
         self.pad_token = pad_token
-        """Token that pads the shorter texts of a batch. If a text ends with this token, the end
-        counts as padding."""
+        """Token that pads the shorter texts of a batch. Such tokens at the end of a text count as
+        padding."""
         self.objective = Classification()
         self.score = nn.Linear(body.spec.width(), len(labels), bias=False)
         if named is not None:
@@ -66,7 +66,7 @@ class Classifier(CausalLM):
             nn.init.normal_(self.score.weight, std=_INIT_STD)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the attribute; if the body's layers read the attribute, set it on the body, too."""
+        """Set the attribute. If the body's layers read the attribute, also set it on the body."""
         super().__setattr__(name, value)
         if name in ("kernels", "adapter") and "body" in self._modules:
             setattr(self.body, name, value)
@@ -154,7 +154,7 @@ class Classifier(CausalLM):
         return self.body.take_expert_tokens()
 
     def freeze_router(self) -> Collection[str]:
-        """Do not train the body's routers. Raises ConfigError for a body without routers."""
+        """Freeze the body's routers. Raises ConfigError for a body without routers."""
         return self.body.freeze_router()
 
     def is_adaptable(self, linear: str) -> bool:
@@ -162,7 +162,7 @@ class Classifier(CausalLM):
         return self.body.is_adaptable(linear)
 
     def peft_reads_as_expert(self, linear: str) -> bool:
-        """Return whether PEFT would mistake this linear, by its name, for a linear of an expert."""
+        """Return whether PEFT takes this linear for an expert's linear, because of its name."""
         return self.body.peft_reads_as_expert(linear)
 
     def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
@@ -204,7 +204,7 @@ class Classifier(CausalLM):
         return {**self.body.hf_config(), **self.hf_labels()}
 
     def hf_labels(self) -> dict[str, Any]:
-        """Return the keys that turn the body's config.json into the config.json of a classifier."""
+        """Return the keys that turn the body's config.json into a classifier's config.json."""
         return {
             "architectures": [self.classifier_architecture()],
             "id2label": {str(number): label for number, label in enumerate(self.labels)},

@@ -9,8 +9,8 @@ from torch import Tensor
 def documents_mask(starts: Tensor, *, window: int | None = None) -> Tensor:
     """Return which tokens each token attends to, (B, 1, T, T) bool, from `starts` (B, T).
 
-    A token attends to the tokens of its document up to itself; with a window, only to the last
-    `window` of these.
+    A token attends to itself and to the earlier tokens of its document; with a window, only to the
+    last `window` of these tokens.
     """
     length = starts.shape[1]
     places = torch.arange(length, device=starts.device)

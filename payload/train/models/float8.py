@@ -1,7 +1,7 @@
 """8-bit float matmuls for the linears of a model's layers, by torchao.
 
-In forward and backward matmuls, inputs and weights are e4m3 and gradients are e5m2, each scaled by
-its tensor's largest value. Sums, and stored weights and gradients, keep their dtype. The head, the
+In forward and backward matmuls, inputs and weights are e4m3 and gradients are e5m2, each tensor
+scaled by its largest value. Sums, and stored weights and gradients, keep their dtype. The head, the
 embeddings and the norms are not converted: https://arxiv.org/abs/2209.05433.
 """
 

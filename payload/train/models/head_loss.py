@@ -27,7 +27,7 @@ class HeadLoss(Protocol):
 
 
 class FusedLoss(Protocol):
-    """Computes head and loss without ever storing all logits: the kernels, or `chunked_loss`."""
+    """Computes head and loss with the kernels or `chunked_loss`, without storing all logits."""
 
     def mean_loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy over the targets, a scalar."""
@@ -37,7 +37,7 @@ class FusedLoss(Protocol):
 
 
 class PlainHead:
-    """Computes all logits, then their loss: the reference."""
+    """Computes all logits, then the loss. This is the reference implementation."""
 
     def __init__(self, logits: Callable[[Tensor], Tensor]) -> None:
         self._logits = logits

@@ -21,7 +21,7 @@ _CODE_PART = "_implementation"
 
 
 def without_code(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json without the keys that select code, at any level of nesting.
+    """Return a config.json without the keys that select code to run, at any level of nesting.
 
     For example, `attn_implementation = "OWNER/NAME"` would run a kernel from the hub.
     """
@@ -40,7 +40,7 @@ def saved_config(raw: Mapping[str, Any], *, architecture: str) -> dict[str, Any]
 
 
 def saved_whole_config(raw: Mapping[str, Any], *, dtype: str = "float32") -> dict[str, Any]:
-    """Return the config.json of a multimodal checkpoint whose text model's weights have `dtype`.
+    """Return the config.json of a multimodal checkpoint with text model weights in `dtype`.
 
     The class that loads the checkpoint stays the same.
     """
@@ -108,7 +108,7 @@ def require_tensors(
 
 
 def require_weight(tensors: Mapping[str, Tensor], name: str, *, where: str) -> None:
-    """Raise CheckpointError for a tensor of integers or 8-bit floats, as in quantised weights.
+    """Raise CheckpointError for a tensor of integers or 8-bit floats: a quantised weight.
 
     The error names `where`.
     """
@@ -127,7 +127,7 @@ def load_named(
     unused: tuple[str, ...],
     where: str,
 ) -> None:
-    """Copy `tensors` one by one to the tensors or quantised linears of the same name.
+    """Copy `tensors` one by one to the tensors or quantised linears of the same name in `expected`.
 
     Raises CheckpointError like `require_tensors`.
     """

@@ -39,7 +39,7 @@ def save_hf(
     progressed: Callable[[], None] = lambda: None,
     copied: CopiedParts | None = None,
 ) -> str:
-    """Write `model.safetensors` and `config.json` to a folder, which transformers can then load.
+    """Write `model.safetensors` and `config.json` to a folder that transformers can load.
 
     `copied` are the other parts of a multimodal model. Return the sha256 of the weights' file.
     Raises OSError.
@@ -63,7 +63,7 @@ def save_hf_config(model: CausalLM, folder: Path) -> None:
 
 
 def checkpoint_folder(name: str) -> Path:
-    """Return the folder with the weights that `--model` names, found as by `model_folder`.
+    """Return the folder with the weights that `--model` names, as `model_folder` does.
 
     The option accepts runs and checkpoints, so a local folder `exp/first` takes precedence over a
     hub model of that name. This is logged, because a cloned project could contain such a folder on
@@ -87,8 +87,8 @@ def model_folder(
 ) -> Path:
     """Return the folder with the weights of `name`, downloaded if it is on the hub.
 
-    `setting` is the name in messages; the other arguments are as in `find_source`. Raises
-    CheckpointError if no weights are found.
+    `setting` is the name in messages; the other arguments have the same meaning as in
+    `find_source`. Raises CheckpointError if no weights are found.
     """
     source = find_source(
         name,
@@ -130,9 +130,9 @@ def tokenizer_folder(folder: Path) -> Path:
 def base_folder(adapter: Path, *, verify: bool = True) -> Path:
     """Return the folder with the weights of an adapter's base, downloaded if it is on the hub.
 
-    `verify` compares the base's weights and config.json with the hashes that the adapter's run
-    recorded; adapters of other programs have no hashes. Without `verify`, no weights are read.
-    Raises CheckpointError.
+    With `verify`, the base's weights and config.json are compared with the hashes that the
+    adapter's run recorded. Adapters of other programs have no hashes. Without `verify`, no weights
+    are read. Raises CheckpointError.
     """
     source = base_name(adapter)
     if Path(source).is_absolute() and not Path(source).exists():

@@ -1,7 +1,8 @@
 """Decides which layers the kernels can compute.
 
-The kernels compute only from parameters. They would ignore anything that a subclass, a hook, a
-wrapped parameter or a different kind of adapter adds, so they accept only the modules listed here.
+The kernels compute only from parameters. A subclass, a hook, a wrapped parameter or a different
+kind of adapter can add computation that the kernels would ignore. So the kernels accept only the
+modules listed here.
 """
 
 from __future__ import annotations

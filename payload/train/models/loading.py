@@ -64,7 +64,7 @@ def load(folder: Path, *, dropout: float = 0.0, quantize: Quantize = "none") -> 
 
 
 def load_unmerged(folder: Path, *, dropout: float = 0.0) -> CausalLM:
-    """Load the model in a folder as training computes it: an adapter stays beside its base.
+    """Load the model in a folder as training computes it, without merging an adapter into the base.
 
     In bf16, a merged weight would lose a part of the adapter's change. A quantised base stays
     quantised. Raises CheckpointError like `load`.
@@ -78,9 +78,9 @@ def load_unmerged(folder: Path, *, dropout: float = 0.0) -> CausalLM:
 def plan(folder: Path) -> tuple[CausalLM, PlannedTensors]:
     """Build the model in a folder and check its weights without reading them.
 
-    The caller reads the weights later, by the names in the tensors' `targets`; until then they use
-    no memory. `targets` is empty if transformers converts the weights while it loads them. In this
-    case, the weights are already loaded. Raises CheckpointError like `load`.
+    The caller reads the weights later, by the names in the tensors' `targets`; until then the
+    weights use no memory. `targets` is empty if transformers converts the weights while it loads
+    them. In this case, the weights are already loaded. Raises CheckpointError like `load`.
     """
     tensors = PlannedTensors(folder)
     model = _built_for(tensors, folder, dropout=0.0)
@@ -151,7 +151,7 @@ def _classifier(body: CausalLM, config: Mapping[str, object], path: Path) -> Cla
 
 
 def require_enough_weights(tensors: LazyTensors, spec: ModelSpec, folder: Path) -> None:
-    """Raise CheckpointError if config.json needs far more parameters than the files have."""
+    """Raise CheckpointError if config.json describes far more parameters than the files have."""
     held = tensors.num_elements()
     if sum(each.elements for each in spec.gradient_sizes() if each.kind == "matrix") > 2 * held:
         raise CheckpointError(

@@ -50,7 +50,7 @@ from payload.weights.adapter_files import (
 
 _PEFT_PREFIX = "base_model.model."
 _ROWS = "token_adapter.trainable_tokens_delta"
-"""PEFT's name of trained rows, which replace rows of the base instead of being added to them."""
+"""PEFT's name of trained rows. The rows replace rows of the base instead of being added."""
 _BASE_ROWS = "token_adapter.base_layer.weight"
 """PEFT's name of the embedding of a base that was resized before training."""
 
@@ -76,7 +76,7 @@ class LoraLinear(nn.Module):
         self.lora_B = nn.Parameter(torch.zeros(outputs, settings.rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., I) to (..., O)."""
+        """Map inputs (..., I) to outputs (..., O)."""
         below = functional.dropout(x, self.dropout, self.training)
         base = self.base(x)
         low = functional.linear(below, self.lora_A)
@@ -166,9 +166,9 @@ class QuantizedLoraLinear(LoraLinear):
 
 
 class LoraParameters(nn.Module):
-    """A module with adapters on parameters that are no linears: `parameter + scale * B A`.
+    """A module with adapters on parameters outside of linears: `parameter + scale * B A`.
 
-    A stack of matrices, as of a layer's experts, has one adapter for each matrix.
+    A stack of matrices, such as the experts of a layer, has one adapter for each matrix.
     """
 
     def __init__(self, base_layer: nn.Module, settings: AdapterSection) -> None:
@@ -187,7 +187,7 @@ class LoraParameters(nn.Module):
         self.lora_B[name] = nn.Parameter(torch.zeros(size.outputs, self.rank * size.stack))
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped module, which this module replaces."""
+        """Return an attribute of the wrapped module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -227,8 +227,8 @@ def add_adapter(
 ) -> None:
     """Freeze `model` and add an adapter to each target linear and parameter.
 
-    `token_heads` is False if the trained tokens have no rows of a separate output head. Raises
-    ConfigError for a target or token that the model lacks.
+    `token_heads` is False if the trained tokens have no trained rows in a separate output head.
+    Raises ConfigError for a target or token that the model lacks.
     """
     AdaptedSpec.of(
         model.spec,
@@ -311,7 +311,7 @@ def cast_base_to_bf16(model: CausalLM) -> None:
 def cast_base_to_fp32(model: CausalLM) -> None:
     """Convert the bf16 weights of a quantised base to fp32 without rounding, for a run in fp32.
 
-    A plain base is in fp32 already.
+    A base that is not quantised is already in fp32.
     """
     for parameter in model.parameters():
         if parameter.dtype == torch.bfloat16:
@@ -403,10 +403,10 @@ def load_adapter(model: CausalLM, tensors: Mapping[str, Tensor], *, where: str) 
 
 
 def load_resized_rows(model: CausalLM, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Set embedding and head from an adapter's rows, which PEFT stores if the base was resized.
+    """Set the embedding and the head from the rows that PEFT stores for a resized base.
 
-    Return the other tensors. PEFT stores the rows of a tied head twice; the copies are left out as
-    well.
+    Return all other tensors. PEFT stores the rows of a tied head twice; the second copies are also
+    left out.
     """
     rest, embedding = dict(tensors), model.embedding_module()
     if model.spec.is_tied():
@@ -433,10 +433,12 @@ def load_resized_rows(model: CausalLM, tensors: Mapping[str, Tensor]) -> dict[st
 def merge_adapter(
     model: CausalLM, *, merged_one: Callable[[Tensor, Tensor], None] = lambda _base, _merged: None
 ) -> None:
-    """Add the adapter to the base's weights and remove it: the result is a plain fp32 model.
+    """Add the adapter to the base's weights, then remove the adapter.
 
-    A quantised base is dequantised: the result computes the same values but uses fp32's memory.
-    `merged_one` receives each weight with an adapter before and after the merge.
+    The result is a plain fp32 model.
+
+    A quantised base is dequantised: the result computes the same values, but uses the memory of
+    fp32 weights. `merged_one` receives each weight with an adapter before and after the merge.
     """
     for path in [name for name, each in model.named_modules() if isinstance(each, LoraLinear)]:
         adapted = model.get_submodule(path)
@@ -509,8 +511,8 @@ def is_plain_linear(module: nn.Module) -> bool:
 def _module_names(model: CausalLM) -> list[str]:
     """Return PEFT's `target_modules`: names that match only the linears with an adapter.
 
-    A name is the last part of the path, or more parts if necessary: `0` would match a layer, but
-    `projections.0` does not.
+    A name is the last part of the module's path, or more parts if necessary. For example, `0` would
+    also match a layer, but `projections.0` does not.
     """
     adapted: list[str] = []
     others: set[str] = set()

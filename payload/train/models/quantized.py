@@ -2,8 +2,8 @@
 
 The layout and the bf16 computation are the same as in bitsandbytes' `Linear4bit`. A run in fp32
 uses the same dequantised weights, rounded to bf16, so the base is the same on any CPU. All tensors
-of a quantised linear are frozen parameters, which ranks exchange and compare like other weights. I
-inputs, O outputs.
+of a quantised linear are frozen parameters. Ranks exchange and compare these parameters like other
+weights. I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _Library = Any
 """The module bitsandbytes, which has no type hints."""
 
 _AT_ONCE = 2**18
-"""Number of weights to quantise at a time, in whole blocks. bitsandbytes makes fp32 copies, which
-would otherwise need much memory."""
+"""Number of weights to quantise at a time, in whole blocks. bitsandbytes makes fp32 copies of
+the weights. A small number limits the memory of these copies."""
 
 
 class QuantizedLinear(nn.Module):
     """A frozen linear whose weight (O, I) is stored in 4 bits; `take` sets the weight."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        """Replace `linear`, whose bias is kept."""
+        """Replace `linear`, and keep its bias."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         elements, device = self.in_features * self.out_features, linear.weight.device
@@ -89,7 +89,7 @@ class QuantizedLinear(nn.Module):
         trim_free_memory()
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the dequantised weight, (O, I), whose values are exact in bf16."""
+        """Return the dequantised weight, (O, I). All values are exact in bf16."""
         found: Tensor = _library().functional.dequantize_4bit(self.weight.detach(), self._state())
         return found.to(dtype)
 
@@ -165,7 +165,7 @@ def trim_free_memory() -> None:
     """Return freed memory to the system.
 
     glibc keeps freed memory between the weights in use, and allocates new memory for the next
-    linear: for a 0.3B model in 4 bits, loading then takes a fifth more memory
+    linear. Without this call, loading a 0.3B model in 4 bits takes a fifth more memory
     (benchmarks/loading.py).
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,7 +1,8 @@
 """Tensor parallelism: each rank has some heads, and parts of the MLP and the vocabulary.
 
-The input of a split layer is equal on all its ranks. The output is a sum over these ranks, so it is
-equal on them as well. Source: https://arxiv.org/abs/1909.08053 (Megatron-LM), section 3.
+The input of a split layer is equal on all tensor ranks. The output is a sum over the tensor ranks,
+so the output is also equal on all of them. Source: https://arxiv.org/abs/1909.08053 (Megatron-LM),
+section 3.
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ class Split:
 
     dim: int
     sections: tuple[int, ...] = (1,)
-    """Relative sizes of the sections along `dim`, for a matrix that holds several, such as queries,
-    keys and values."""
+    """Relative sizes of the sections along `dim`, for a matrix with several sections, such as
+    queries, keys and values."""
 
     def part(self, whole: Tensor, *, index: int, size: int) -> Tensor:
         """Return a contiguous copy of a rank's part."""
         return torch.cat(self.places(whole, index=index, size=size), self.dim)
 
     def part_shape(self, shape: tuple[int, ...], *, index: int, size: int) -> tuple[int, ...]:
-        """Return the shape of a rank's part of a tensor, from the tensor's own shape."""
+        """Return the shape of a rank's part of a tensor with the given shape."""
         rows = 0
         for length in self.lengths(shape):
             start, end = bounds(length, index=index, size=size)
@@ -94,7 +95,7 @@ class Splits:
 
     parts: dict[str, Split]
     partial: frozenset[str] = frozenset()
-    """Unsplit parameters whose gradient on each rank covers only the rank's own heads."""
+    """Unsplit parameters for which the gradient on a rank covers only the rank's own heads."""
 
 
 def bounds(length: int, *, index: int, size: int) -> tuple[int, int]:
@@ -105,7 +106,7 @@ def bounds(length: int, *, index: int, size: int) -> tuple[int, int]:
 
 
 def copy_to_ranks(x: Tensor, ranks: TensorRanks | None) -> Tensor:
-    """Return the input of a split layer; its gradient is summed over the ranks."""
+    """Return `x` as input of a split layer. The gradient of `x` is summed over the ranks."""
     if ranks is None:
         return x
     kind = x.device.type
@@ -117,7 +118,7 @@ def copy_to_ranks(x: Tensor, ranks: TensorRanks | None) -> Tensor:
 
 
 def reduce_from_ranks(x: Tensor, linear: nn.Linear, ranks: TensorRanks | None) -> Tensor:
-    """Apply a split layer's last linear to this rank's part of its inputs; sum over ranks."""
+    """Apply a split layer's last linear to this rank's inputs, and sum over the ranks."""
     if ranks is None:
         projected: Tensor = linear(x)
         return projected

@@ -1,8 +1,8 @@
 """The output head and its loss with the vocabulary split over ranks.
 
-As in `kernels.head`, tokens are processed in chunks, and a chunk's logits are turned into their
-gradient immediately. For the softmax over the whole vocabulary, the ranks exchange three numbers
-per token. N tokens, C width, V vocabulary rows of all ranks, W vocabulary rows of this rank.
+As in `kernels.head`, tokens are processed in chunks, and the gradient replaces a chunk's logits
+immediately. For the softmax over the whole vocabulary, the ranks exchange three numbers per token.
+N tokens, C width, V vocabulary rows of all ranks, W vocabulary rows of this rank.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _chunk(
 
 
 def _chunks(tokens: int, vocab_rows: int) -> list[slice]:
-    """Return slices of tokens, each small enough for its logits to fit in memory."""
+    """Return slices of tokens. The logits of each slice fit in memory."""
     size = logits_tokens(vocab_rows)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 

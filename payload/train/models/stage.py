@@ -16,7 +16,7 @@ _FORWARD, _BACKWARD = 1, 2
 
 
 class OtherStageModule(nn.Module):
-    """Placeholder for a module of another stage; it is never called."""
+    """Placeholder for a module of another stage. It is never called."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +57,7 @@ class Stage:
         return x
 
     def send(self, x: Tensor) -> None:
-        """Begin to send a micro-batch's activations to the next stage."""
+        """Begin to send a micro-batch's activations (B, T, C) to the next stage."""
         self._begin(x.detach(), to=self.index + 1, tag=_FORWARD)
 
     def receive_back(self, x: Tensor) -> Tensor:

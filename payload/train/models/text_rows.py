@@ -1,4 +1,4 @@
-"""Packs the texts of a micro-batch into rows of about equal length, so that little is padding.
+"""Packs the texts of a micro-batch into rows of about equal length, which need little padding.
 
 B texts of at most T tokens, N tokens of all texts, R rows of L tokens.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRows:
-    """Texts packed into rows, one behind the other."""
+    """Texts packed into rows. A row holds several texts, one after the other."""
 
     tokens: Tensor
     """Shape (R, L), token ids."""
@@ -28,7 +28,7 @@ class TextRows:
 
 
 def pack_texts(tokens: Tensor, lengths: Tensor, *, pad_token: int, width: int) -> TextRows:
-    """Return the first `lengths` (B,) tokens of each row of `tokens` (B, T) in fewer rows.
+    """Pack the first `lengths` (B,) tokens of each row of `tokens` (B, T) into fewer rows.
 
     The result depends only on the lengths and on the model's width.
     """
@@ -58,7 +58,7 @@ def pack_texts(tokens: Tensor, lengths: Tensor, *, pad_token: int, width: int) -
 
 
 def cheapest_rows(lengths: Sequence[int], *, width: int) -> list[list[int]]:
-    """Return the indices of the texts in each row, for the number of rows that costs least.
+    """Return the indices of the texts in each row, for the number of rows with the lowest cost.
 
     A row of L tokens costs about L x (2 `width` + L): matmuls grow with L, and plain attention
     grows with the square of L. Kernels skip most of the attention between texts, which this

@@ -18,7 +18,7 @@ from payload.models.spec import logits_tokens
 
 
 class TrainedTokens(nn.Module):
-    """Trained rows that replace the rows of `tokens`; the frozen weights keep their own rows."""
+    """Trained rows that replace the rows of `tokens`. The frozen weights are unchanged."""
 
     tokens: Tensor
     places: Tensor
@@ -69,7 +69,7 @@ class TrainedTokens(nn.Module):
         return torch.where((places >= 0).unsqueeze(-1), rows.to(made.dtype), made)
 
     def replace(self, logits: Tensor, hidden: Tensor) -> Tensor:
-        """Replace the tokens' logits in (..., V), computed from `hidden` (..., C)."""
+        """Replace the trained tokens' logits (..., V) by logits computed from `hidden` (..., C)."""
         rows = self.embedding if self._is_tied else self.head
         if rows is None:
             return logits

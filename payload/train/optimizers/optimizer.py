@@ -80,7 +80,7 @@ class Optimizers:
         """Allocate AdamW's missing state before the first step, if the kernels do the update.
 
         Otherwise the first update would allocate the state between the tensors of two
-        micro-batches. This fragments the memory, so later micro-batches would need more of it.
+        micro-batches. This fragments the memory, so later micro-batches would need more memory.
         """
         for optimizer in self.members:
             if self.kernels is not None and isinstance(optimizer, torch.optim.AdamW):
@@ -125,10 +125,10 @@ class Optimizers:
     def load_state_tensors(
         self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
     ) -> None:
-        """Set this rank's shards of the tensors that `state_tensors` returned, one by one.
+        """Set this rank's optimizer state, one tensor at a time, by the names of `state_tensors`.
 
-        The optimizer uses these tensors, not copies. Raises CheckpointError if a tensor fits no
-        parameter.
+        The optimizer keeps the given tensors without copying them. Raises CheckpointError if a
+        tensor fits no parameter.
         """
         parameters = self.trained()
         owners = {
@@ -162,10 +162,11 @@ def build_optimizers(
     *,
     parts: dict[str, nn.Parameter] | None = None,
 ) -> Optimizers:
-    """Create the optimizer `settings.name`, and a second for parameters that the first leaves out.
+    """Create the optimizer `settings.name`; if it leaves out parameters, create a second optimizer.
 
-    For an engine that patches torch's own classes, exactly these classes are used. `parts` replaces
-    the model's parameters if a rank holds only a shard of each. Raises ConfigError.
+    An engine that patches torch's optimizer classes gets exactly these classes, not subclasses.
+    `parts` replaces the model's parameters if a rank holds only a shard of each. Raises
+    ConfigError.
     """
     stock = engine is not None and (engine.compile or engine.kind != "native")
     chosen = find(settings.name)

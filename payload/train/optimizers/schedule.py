@@ -11,8 +11,8 @@ def lr_at(step: int, config: RunConfig) -> float:
     """Return the learning rate of update number `step`, counted from 0.
 
     The warm-up is linear, and its first learning rate is above zero. After the warm-up, `cosine`
-    falls to min_lr at decay_steps, `constant` stays at lr, and `wsd` stays at lr and falls linearly
-    to min_lr over the last decay_steps.
+    falls to min_lr at decay_steps, and `constant` stays at lr. `wsd` stays at lr, then falls
+    linearly to min_lr over the last decay_steps.
     """
     optimizer, schedule = config.optimizer, config.schedule
     if step < schedule.warmup_steps:

@@ -20,7 +20,7 @@ class _Eager(torch.optim.Optimizer):
 
 
 def eager(kind: type[torch.optim.Optimizer]) -> Any:
-    """Return a subclass of the optimizer that never imports torch.compile's machinery.
+    """Return a subclass of the optimizer class `kind` that never imports torch's compiler.
 
     Updates always run without autograd. Torch's own optimizers use autograd only if
     `differentiable` is set.

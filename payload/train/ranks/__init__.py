@@ -1,1 +1,1 @@
-"""The rank of this process: its world and network interface, and commands on several ranks."""
+"""The rank of this process, the process group, and commands that run on several ranks."""

@@ -1,4 +1,4 @@
-"""Errors, progress and autocast for commands, other than training, that run on several ranks."""
+"""Errors, progress and autocast for commands that run on several ranks, except training."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class World:
             torch.cuda.synchronize()
 
     def free_bytes(self) -> int:
-        """Return the bytes available to the ranks of this node, including memory that they hold.
+        """Return the bytes that this node's ranks can use, including memory that they already hold.
 
         On CUDA this is the memory of this rank's device, multiplied by the number of ranks on the
         node.
@@ -199,8 +199,8 @@ class World:
         """Make gloo, and NCCL on GPUs, use the interface that leads to rank 0's node.
 
         By default gloo uses the address of this machine's host name: 127.0.1.1 on Debian. NCCL
-        chooses an interface per node, not always the same one; the prefix `=` makes NCCL match the
-        name exactly.
+        chooses an interface on each node, and nodes can choose different ones. The prefix `=` makes
+        NCCL match the name exactly.
         """
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             towards = interface_towards(os.environ["MASTER_ADDR"])
@@ -234,7 +234,10 @@ class World:
         return values
 
     def begin_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin a `sum`; return a function that waits for it. All ranks begin in the same order."""
+        """Begin a `sum`; return a function that waits for the result.
+
+        All ranks must begin their sums in the same order.
+        """
         work: Any = dist.all_reduce(values, async_op=True) if self.world_size > 1 else None
 
         def finished() -> torch.Tensor:
@@ -253,7 +256,7 @@ class World:
         """Return rank 0's `value` of type `kind` on every rank; values of other ranks are ignored.
 
         The value is sent as JSON and validated on arrival. torch's object collectives would
-        unpickle the message, which can run code from another rank. Raises TrainingError for an
+        unpickle the message. Unpickling can run code from another rank. Raises TrainingError for an
         invalid value.
         """
         if self.world_size == 1:

@@ -29,7 +29,7 @@ _BATCH_PAIRS = 4
 
 
 def parser() -> CommandParser:
-    """Return the command line."""
+    """Return the parser of the command-line options."""
     made = CommandParser(
         prog=command("train.reference"),
         description="Compute a reference model's log-probabilities of both answers of every pair, "

@@ -37,7 +37,10 @@ class Strategy(ABC):
         parts."""
 
     def has_results(self) -> bool:
-        """Return whether this rank's losses count; of ranks with the same data, only one counts."""
+        """Return whether this rank's losses count.
+
+        Of ranks with the same data, one rank's losses count.
+        """
         return True
 
     def stage(self) -> Stage | None:
@@ -51,10 +54,13 @@ class Strategy(ABC):
 
     @abstractmethod
     def wrap(self, model: CausalLM) -> None:
-        """Distribute the model to the ranks, before its optimizers and kernels are created."""
+        """Distribute the model to the ranks, before the model's optimizers and kernels are
+        created."""
 
     def place(self, model: CausalLM) -> None:
-        """Keep this rank's shard of a model whose weights are equal on its data ranks.
+        """Keep only this rank's shard of a model.
+
+        Before the call, all data ranks hold equal weights.
 
         An enclosing strategy (`ModelParallel`) calls this instead of `wrap`.
         """
@@ -82,11 +88,14 @@ class Strategy(ABC):
 
     @abstractmethod
     def attach(self, model: CausalLM) -> None:
-        """Set rank 0's weights on every rank; the model's kernels, if any, must be set before."""
+        """Set rank 0's weights on every rank; call this after the model's kernels are set."""
 
     @abstractmethod
     def begin(self, tokens: Tensor) -> None:
-        """Prepare for a step's last backward pass; `tokens` (B, T) is its micro-batch."""
+        """Prepare for a step's last backward pass.
+
+        `tokens` (B, T) are the tokens of that pass's micro-batch.
+        """
 
     @abstractmethod
     def finish(self) -> float:
@@ -111,7 +120,10 @@ class Strategy(ABC):
         return tensor[start:end]
 
     def read_part(self, tensors: LazyTensors, stored: str, *, name: str) -> Tensor:
-        """Read this rank's part of the tensor `stored`, which belongs to the parameter `name`."""
+        """Read this rank's part of the parameter `name`.
+
+        `stored` is the tensor's name in the files.
+        """
         del name
         num_rows, *others = tensors.shape(stored)
         start, end = self.own_rows(num_rows)
@@ -143,7 +155,9 @@ class Strategy(ABC):
         return False
 
     def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:
-        """Raise RanksDifferError or TrainingError on every rank, unless all hold the same model.
+        """Check that all ranks hold the same model.
+
+        Raises RanksDifferError, TrainingError on every rank.
 
         `passed_step` is the last step after which the check passed.
         """

@@ -34,8 +34,9 @@ class TokenExchange(TokenGradient):
     """Exchanges the two parts of a tied embedding's gradient separately in the last micro-batch.
 
     The weight (V, C) is used as output head and as embedding. The head's part of the gradient is
-    ready before the layers' backward pass, so its exchange overlaps with that pass. The embedding's
-    part has rows only for tokens that were looked up. These few rows are exchanged last.
+    ready before the layers' backward pass, so the exchange of this part overlaps with that pass.
+    The embedding's part has rows only for tokens that were looked up. These few rows are exchanged
+    last.
     """
 
     def __init__(
@@ -67,9 +68,9 @@ class TokenExchange(TokenGradient):
     def head_gradient(self, weight: Tensor) -> Tensor:
         """Return memory for the head's gradient: for a step's first gradient, the exchange buffer.
 
-        Later gradients of the step are added to the first one. Only one micro-batch at a time uses
-        the buffer. After a loss without a backward pass, the buffer stays in use. Gradients are
-        then computed in other memory and copied.
+        Later gradients of the step are added to the first gradient. Only one micro-batch at a time
+        uses the buffer. After a loss without a backward pass, the buffer stays in use. Gradients
+        are then computed in other memory and copied.
         """
         if weight.grad is not None or self._place_is_taken:
             return super().head_gradient(weight)

@@ -25,7 +25,7 @@ class _PendingSum:
 
     elements: Tensor
     sent: Tensor
-    """The tensor `elements` itself, or a copy of it in bf16."""
+    """The tensor `elements`, or a copy of `elements` in bf16."""
     work: Any
 
     def finish(self) -> None:
@@ -39,7 +39,7 @@ class GradientExchange:
 
     torch's DDP is not used: it imports torch.compile's machinery, which takes over a second of CPU
     time per rank. DDP also regroups its buckets after the first micro-batch, so a resumed run would
-    round differently unless it ran an extra micro-batch. The buckets of this class are the same on
+    need an extra micro-batch to round in the same way. The buckets of this class are the same on
     all ranks and are sent in the same order.
     """
 
@@ -68,8 +68,8 @@ class GradientExchange:
     def attach(self, model: CausalLM) -> None:
         """Broadcast rank 0's parameters, and register hooks that average the trainable gradients.
 
-        The model's kernels, if any, must be set before. With a `group`, nothing is broadcast: each
-        rank already has its part of rank 0's parameters.
+        Call this after the model's kernels are set. With a `group`, nothing is broadcast: each rank
+        already has its part of rank 0's parameters.
         """
         if self._num_ranks == 1:
             self._alone = [parameter for _, parameter in trainable(model)]
@@ -99,9 +99,9 @@ class GradientExchange:
                 self._nodes.append(_call_after_gradient(parameter, bucket, self._on_gradient))
 
     def begin(self, tokens: Tensor) -> None:
-        """Average the gradients in the next backward pass, the last one of its step.
+        """Average the gradients in the step's last backward pass, which runs next.
 
-        `tokens` are the tokens of its micro-batch.
+        `tokens` are the tokens of that pass's micro-batch.
         """
         self._is_last_pass = True
         if self._tokens is not None:
@@ -167,9 +167,9 @@ def _call_after_gradient(
 ) -> object:
     """Run `call` after the parameter's backward pass; return an object that must stay alive.
 
-    A hook on the parameter would not run if backward functions add to its gradient themselves and
-    return None, as the backward functions of the kernels do. The parameter's node in autograd's
-    graph runs in both cases.
+    A hook on the parameter would not run for a backward function that adds to the parameter's
+    gradient itself and returns None. The kernels have such functions. The parameter's node in
+    autograd's graph runs in both cases.
     """
     view = parameter.view_as(parameter)
     assert view.grad_fn is not None

@@ -1,6 +1,7 @@
 """Loads a model on a mesh of ranks: each rank reads only its part of each weight.
 
-The part depends on the tensor rank (`Split`); with sharding it is further reduced to some rows.
+The part depends on the tensor rank (`Split`). With sharding, a rank reads only some rows of this
+part.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def read_part(
     size: int,
     own_rows: Callable[[int], tuple[int, int]],
 ) -> Tensor:
-    """Read this rank's rows of part `index` of a stored tensor that is split into `size` parts."""
+    """Split a stored tensor into `size` parts, and read this rank's rows of part `index`."""
     shape = tensors.shape(stored)
     split_shape = shape if split is None else split.part_shape(shape, index=index, size=size)
     start, end = own_rows(split_shape[0])
@@ -71,7 +72,7 @@ def read_part(
 
 
 def _rows(parameter: Any) -> tuple[Tensor, int]:
-    """Return this rank's rows of a parameter, and the index of the first one."""
+    """Return this rank's rows of a parameter, and the index of the first row."""
     if not hasattr(parameter, "placements"):
         return parameter.detach(), 0
     return parameter.to_local().detach(), part_of(parameter).first

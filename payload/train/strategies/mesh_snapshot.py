@@ -1,4 +1,4 @@
-"""Checkpoints of a model on a mesh of ranks, which rank 0 gathers tensor by tensor.
+"""Checkpoints of a model on a mesh of ranks. Rank 0 gathers a checkpoint tensor by tensor.
 
 A tensor is on the ranks of one pipeline stage. It is split over the tensor ranks of this stage, and
 each part is sharded over data ranks.
@@ -31,7 +31,7 @@ class Distribution:
     stage: int
 
     def placeholder(self, *, transposed: bool = False) -> Tensor:
-        """Return a meta tensor with the full shape, which uses no memory."""
+        """Return a meta tensor with the full shape. A meta tensor uses no memory."""
         shape = reversed(self.shape) if transposed else self.shape
         return torch.empty(tuple(shape), dtype=self.dtype, device="meta")
 
@@ -86,8 +86,9 @@ class _Pending:
 class MeshSnapshot(Snapshot):
     """This rank's parts of a checkpoint.
 
-    A thread gathers them during training, over a separate process group: on rank 0 while it writes
-    the file, on other ranks in `finish`. All ranks process the tensors in the order of the file.
+    A thread on each rank gathers or sends the parts during training, over a separate process group:
+    on rank 0 while the thread writes the file, on other ranks in `finish`. All ranks process the
+    tensors in the order of the file.
     """
 
     def __init__(
@@ -161,7 +162,8 @@ class MeshSnapshot(Snapshot):
             return whole.t() if each.transposed else whole
 
     def _sends(self, distribution: Distribution) -> bool:
-        """Return whether rank 0 receives this rank's part; of equal copies it receives only one."""
+        """Return whether rank 0 receives this rank's part; rank 0 receives only one of several
+        equal copies."""
         place = self._mesh.place(self._rank)
         return place.pipeline == distribution.stage and (
             distribution.split is not None or place.tensor == 0

@@ -22,19 +22,19 @@ from payload.train.strategies.sync_check import (
 class _MeshState:
     """Digests of one rank's weights and optimizer state after a step.
 
-    The weights are those that the rank computes with; the optimizer state covers only the rank's
-    shard.
+    The digests cover the weights that the rank computes with, and only the rank's shard of the
+    optimizer state.
     """
 
     own: RankState
     """Digests of all weights and optimizer state of the rank. Both must be equal on replicas; on
     the shards of one model, only the weights must be equal."""
     whole: RankState
-    """Digests of the parameters that tensor ranks do not split. They must be equal on all tensor
-    ranks."""
+    """Digests of the parameters that tensor ranks do not split. These digests must be equal on all
+    tensor ranks."""
     tied: RankState
-    """Digests of the tied embedding and output head. They must be equal on the first and the last
-    pipeline stage."""
+    """Digests of the tied embedding and output head. These digests must be equal on the first and
+    the last pipeline stage."""
 
 
 def require_one_mesh(
@@ -79,7 +79,7 @@ def require_one_mesh(
 def _require_equal_copies(
     states: Sequence[_MeshState], mesh: Mesh, *, is_tied: bool, step: int, passed_step: int | None
 ) -> None:
-    """Raise RanksDifferError unless ranks with copies of a part have equal digests."""
+    """Raise RanksDifferError if ranks with copies of the same part have different digests."""
     owns, wholes = [each.own for each in states], [each.whole for each in states]
     for rank in range(mesh.world_size):
         line = mesh.along(rank, "pipeline")

@@ -1,7 +1,7 @@
 """Tensor and pipeline parallelism: each rank has a part of every layer, or some of the layers.
 
-The rest of the mesh is data parallel: ranks with the same part of the model exchange its
-gradients (`replicate`), or shard that part (`shard`).
+The rest of the mesh is data parallel: ranks with the same part of the model exchange the part's
+gradients (`replicate`), or shard the part (`shard`).
 """
 
 from __future__ import annotations
@@ -156,7 +156,10 @@ class ModelParallel(Strategy):
         return name in self._trained or name not in self._layout.parameters
 
     def parts(self, model: CausalLM) -> dict[str, nn.Parameter] | None:
-        """Return this rank's part of the model, which its optimizers train."""
+        """Return this rank's part of the model, by parameter name.
+
+        The rank's optimizers train this part.
+        """
         found = self._data.parts(model)
         self._trained = dict(trainable(model)) if found is None else found
         return found
@@ -166,7 +169,10 @@ class ModelParallel(Strategy):
         self._data.attach(model)
 
     def begin(self, tokens: Tensor) -> None:
-        """Exchange the gradients of the next backward pass; `tokens` (B, T) is its micro-batch."""
+        """Exchange the gradients of the next backward pass.
+
+        `tokens` (B, T) are the tokens of that pass's micro-batch.
+        """
         self._data.begin(tokens)
 
     def finish(self) -> float:
@@ -192,7 +198,10 @@ class ModelParallel(Strategy):
         return True
 
     def read_part(self, tensors: LazyTensors, stored: str, *, name: str) -> Tensor:
-        """Read this rank's part of the tensor `stored`, which belongs to the parameter `name`."""
+        """Read this rank's part of the parameter `name`.
+
+        `stored` is the tensor's name in the files.
+        """
         return read_part(
             tensors,
             stored,
@@ -207,10 +216,10 @@ class ModelParallel(Strategy):
         return self._place.tensor == 0 and self._place.pipeline == self.mesh.pipeline - 1
 
     def counts(self) -> Callable[[str], bool]:
-        """Return a function of a parameter's name: True if its gradient counts on this rank.
+        """Return a function that returns whether a parameter's gradient counts in this rank's norm.
 
-        If several ranks in one copy of the model hold the same part of a parameter, only one counts
-        it.
+        If several ranks in one copy of the model hold the same part of a parameter, only one of
+        them counts the gradient.
         """
 
         def is_counted(name: str) -> bool:
@@ -263,7 +272,10 @@ class ModelParallel(Strategy):
         )
 
     def _add_tied(self) -> None:
-        """Add the gradients of the tied embedding and head, which are on two stages."""
+        """Add the gradients of the tied embedding and output head.
+
+        The two are on different stages.
+        """
         stage = self._stage
         if stage is None or self._tied is None:
             return

@@ -26,8 +26,8 @@ def schedule_order(
     """Yield one stage's forward and backward passes in order.
 
     GPipe runs all forward passes first. 1F1B (https://arxiv.org/abs/2006.09503) begins each
-    backward pass as early as possible: a stage keeps the activations of at most one micro-batch for
-    itself and one for each later stage.
+    backward pass as early as possible: a stage that is followed by n stages keeps the activations
+    of at most n + 1 micro-batches.
     """
     ahead = passes if schedule == "gpipe" else min(passes, stages - stage)
     for number in range(ahead):
@@ -48,8 +48,8 @@ def run_schedule(
     """Run a step's forward and backward passes on this stage.
 
     `forward` receives the index of a micro-batch and returns the stage's output; on the last stage,
-    the output is the loss. `backward` receives the output and, unless the output is the loss, the
-    output's gradient. Gradients are accumulated in the order of the backward passes.
+    the output is the loss. `backward` receives the output. On all stages before the last, it also
+    receives the output's gradient. Gradients are accumulated in the order of the backward passes.
     """
     results: deque[Tensor] = deque()
     for kind, number in passes:

@@ -34,7 +34,10 @@ class Replicate(Strategy):
         self._exchange.attach(model)
 
     def begin(self, tokens: Tensor) -> None:
-        """Exchange the gradients of the next backward pass; `tokens` (B, T) is its micro-batch."""
+        """Exchange the gradients of the next backward pass.
+
+        `tokens` (B, T) are the tokens of that pass's micro-batch.
+        """
         self._exchange.begin(tokens)
 
     def finish(self) -> float:

@@ -42,7 +42,8 @@ _ENTRIES = ("token_losses", "class_logits")
 
 
 class Shard(Strategy):
-    """Fully sharded data parallelism; with fewer shards than ranks, each group holds a replica.
+    """Fully sharded data parallelism; with fewer shards than ranks, each group of ranks holds a
+    replica.
 
     The ranks of a group are consecutive, so that a group is on one node if possible.
     """
@@ -146,13 +147,15 @@ class Shard(Strategy):
         return whole
 
     def without_gradients(self, model: CausalLM) -> AbstractContextManager[object]:
-        """Return the context of an evaluation. Training can later use the weights gathered
-        there."""
+        """Return the context of an evaluation.
+
+        Training can use weights that were gathered in this context.
+        """
         del model
         return torch.no_grad()
 
     def computes_together(self) -> bool:
-        """Return True: each rank needs the shards of all others to run a micro-batch."""
+        """Return True: each rank needs the shards of all other ranks to run a micro-batch."""
         return True
 
     def weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:

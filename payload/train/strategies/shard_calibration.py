@@ -34,7 +34,7 @@ class ShardingSetup:
 
     mesh: Mesh
     by_gloo: bool
-    """True with DeepSpeed, which uses gloo's collectives instead of this project's."""
+    """True with DeepSpeed, which uses gloo's collectives instead of this project's collectives."""
     blocks: tuple[int, ...]
     """Number of elements in each matrix of a layer."""
     timeout_s: float
@@ -71,7 +71,7 @@ def measure_shards(
     """Return the rates of the collectives and the times of the copies, averaged over the ranks.
 
     All ranks measure at the same time, because they share a machine's memory and network. The
-    measured copies are those that FSDP2 makes before and after a collective, into memory that is
+    measured copies are the copies that FSDP2 makes before and after a collective. Memory is
     allocated and freed as in a step.
     """
     layer = _Layer(sharded)

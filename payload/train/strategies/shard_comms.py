@@ -133,10 +133,11 @@ def _wait(works: Sequence[dist.Work | None]) -> None:
 
 
 class SumOfParts(_Comm):
-    """A reduce-scatter of gradients: each rank adds up its part as received from all ranks.
+    """A reduce-scatter of gradients: each rank receives its part from all ranks and adds the parts
+    up.
 
     gloo's reduce-scatter runs a full all-reduce and drops all other parts
-    (https://github.com/pytorch/pytorch/issues/149869). This class sends half as much. It adds in
+    (https://github.com/pytorch/pytorch/issues/149869). This class sends half as much, and adds in
     fp32, in the order of the ranks.
     """
 

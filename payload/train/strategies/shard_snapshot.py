@@ -1,4 +1,4 @@
-"""Checkpoints of a sharded model, which rank 0 gathers tensor by tensor."""
+"""Checkpoints of a sharded model. Rank 0 gathers a checkpoint tensor by tensor."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from payload.train.tensors.tensor_file import in_file_order
 class ShardSnapshot(Snapshot):
     """This rank's shards of a checkpoint.
 
-    A thread gathers them during training, over a separate process group: on rank 0 while it writes
-    the file, on other ranks in `finish`. All ranks process the tensors in the order of the file.
+    A thread on each rank gathers or sends the shards during training, over a separate process
+    group: on rank 0 while the thread writes the file, on other ranks in `finish`. All ranks process
+    the tensors in the order of the file.
     """
 
     def __init__(
@@ -80,6 +81,6 @@ class ShardSnapshot(Snapshot):
 
 
 def rows_of(whole: Tensor, *, rank: int, ranks: int) -> Tensor:
-    """Return a rank's rows of a tensor, as FSDP2 divides it; the last ranks may have fewer rows."""
+    """Return a rank's rows of a tensor, divided as in FSDP2. The last ranks may have fewer rows."""
     start, end = bounds(whole.shape[0], index=rank, size=ranks)
     return whole[start:end]

@@ -49,8 +49,8 @@ def require_one_model(
 ) -> None:
     """Compare the ranks' states in rank order; raise the errors of `require_equal_ranks`.
 
-    All ranks must have the same weights. Ranks whose indices are equal modulo `shards` must also
-    have the same optimizer state.
+    All ranks must have the same weights. Ranks with equal indices modulo `shards` must also have
+    the same optimizer state.
     """
     of_weights = [replace(each, optimizer="", not_finite=None) for each in states]
     if shards > 1 and len(set(of_weights)) > 1:
@@ -64,7 +64,8 @@ def require_one_model(
 def require_equal(
     states: Sequence[RankState], peers: Sequence[int], *, step: int, passed_step: int | None
 ) -> None:
-    """Raise RanksDifferError unless the ranks in `peers` are equal; `states` covers all ranks."""
+    """Raise RanksDifferError if the states of the ranks in `peers` differ; `states` covers all
+    ranks."""
     of_peers = [states[rank] for rank in peers]
     if len(set(of_peers)) > 1:
         raise RanksDifferError(
@@ -155,7 +156,7 @@ def _difference(
 
 
 def _resume(passed_step: int | None) -> str:
-    """Return the advice from which checkpoint to resume.
+    """Return the sentence that names the checkpoint from which to resume.
 
     Every checkpoint was saved right after a check that passed.
     """

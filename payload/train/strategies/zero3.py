@@ -46,7 +46,9 @@ _ENTRIES = ("forward", "token_losses", "class_logits")
 
 
 class _EntryModule(nn.Module):
-    """A model's modules with a single entry point, around which DeepSpeed puts its hooks.
+    """A model's modules with a single entry point.
+
+    DeepSpeed puts its hooks around this entry point.
 
     The model itself cannot be used, because other code calls several of its methods.
     """
@@ -115,7 +117,7 @@ class Zero3(Strategy):
         return True
 
     def read_part(self, tensors: LazyTensors, stored: str, *, name: str) -> Tensor:
-        """Read this rank's shard of the tensor `stored`."""
+        """Read this rank's shard of a parameter. `stored` is the tensor's name in the files."""
         del name
         start, end, size = self._own_elements(math.prod(tensors.shape(stored)))
         part = torch.zeros(size, dtype=tensors.dtype(stored))
@@ -123,19 +125,22 @@ class Zero3(Strategy):
         return part
 
     def _own_elements(self, count: int) -> tuple[int, int, int]:
-        """Return the (begin, end) of this rank's share of `count` elements, and its padded size."""
+        """Return the (begin, end) of this rank's share of `count` elements, and the share's padded
+        size."""
         ranks = self.world.world_size
         start, end = bounds(count, index=self.world.rank, size=ranks)
         return start, end, -(-count // ranks)
 
     def without_gradients(self, model: CausalLM) -> AbstractContextManager[object]:
-        """Return the context of an evaluation. Training can later use the weights gathered
-        there."""
+        """Return the context of an evaluation.
+
+        Training can use weights that were gathered in this context.
+        """
         del model
         return torch.no_grad()
 
     def computes_together(self) -> bool:
-        """Return True: each rank needs the shards of all others to run a micro-batch."""
+        """Return True: each rank needs the shards of all other ranks to run a micro-batch."""
         return True
 
     def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:
@@ -164,7 +169,9 @@ class Zero3(Strategy):
         return ShardSnapshot(weights, state, group=self._saving, takes_part=True)
 
     def _rows(self, part: Tensor, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's rows of a tensor shaped like `parameter`; `part` is its shard.
+        """Return this rank's rows of a tensor with the shape of `parameter`.
+
+        `part` is the rank's shard.
 
         DeepSpeed shards by elements. If the number of rows is a multiple of the ranks, the rows are
         a view of `part`; otherwise all ranks gather the tensor briefly.

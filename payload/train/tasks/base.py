@@ -107,10 +107,7 @@ class Task(ABC):
         """
 
     def begin(self, model: CausalLM, eval_pass: EvalPass, *, dtype: Dtype, resumes: bool) -> bool:
-        """Before the first step, prepare what the steps need from the initial model.
-
-        Return False if a rank requested a stop before this was complete.
-        """
+        """Prepare what training needs from the initial model. Called before the first step."""
         del model, eval_pass, dtype, resumes
         return True
 

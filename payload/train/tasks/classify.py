@@ -140,7 +140,8 @@ class Classify(Task):
         """Raise CheckpointError if the labels of the run's `checkpoint` differ from the labels of
         the data.
 
-        The weights' shapes can be equal: they depend only on the number of labels.
+        The shapes of the weights can be equal, because the shapes depend only on the number of
+        labels.
         """
         config, path = classifier_config(checkpoint)
         where = str(path)
@@ -195,7 +196,8 @@ def _require_same(
 
 
 def start_note(body: CausalLM, labels: ClassifyRecord, *, folder: Path, init: str) -> str:
-    """Return a log text on how `score` of a new classifier with this body is initialised."""
+    """Return the log line about the initialisation of `score` in a new classifier with this
+    body."""
     if init == "scratch":
         return "starts from random values, like all weights of the model (model.init = 'scratch')"
     if not labels.label_tokens:
@@ -214,10 +216,11 @@ def start_note(body: CausalLM, labels: ClassifyRecord, *, folder: Path, init: st
 def evaluate_texts(
     model: Classifier, texts: LabelledTexts, eval_pass: EvalPass, loss: Loss
 ) -> EvalMetrics | None:
-    """Evaluate the texts in batches that the ranks share and that do not depend on the rank count.
+    """Evaluate the texts in batches. Each rank computes some of the batches.
 
-    Ranks exchange the confusion counts and a separate float64 sum of losses for each batch, so the
-    result is bitwise equal on any number of ranks. Return None after a request to stop.
+    The batches do not depend on the number of ranks. Ranks exchange the confusion counts and a
+    separate float64 sum of losses for each batch, so the result is bitwise equal on any number of
+    ranks. Return None after a request to stop.
     """
     size, count = eval_pass.micro_batch_size, len(model.labels)
     chosen = np.arange(_num_texts(texts, eval_pass.max_tokens))

@@ -1,4 +1,4 @@
-"""Evaluates a validation set, which the ranks share; sums are in float64."""
+"""Evaluates a validation set. Each rank computes some of the batches; sums are float64."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class EvalPass:
     autocast: Callable[[], AbstractContextManager[None]]
     should_stop: Callable[[int, int], bool]
     """Called after every batch with the number of batches done and in total. The result is the same
-    on all ranks.
-    """
+    on all ranks."""
     without_gradients: Callable[[], AbstractContextManager[object]] = torch.inference_mode
     """The context in which a batch is computed, in addition to `autocast`."""
     computes_together: bool = False

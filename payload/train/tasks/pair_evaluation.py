@@ -36,8 +36,8 @@ def answer_log_probs(
 ) -> Tensor | None:
     """Return log-probabilities (N, 2) float64 of the first N pairs' answers, on every rank.
 
-    The ranks share batches that do not depend on the number of ranks, so the result is bitwise
-    equal on any number of ranks. Return None after a request to stop.
+    Each rank computes some of the batches. The batches do not depend on the number of ranks, so the
+    result is bitwise equal on any number of ranks. Return None after a request to stop.
     """
     size = eval_pass.micro_batch_size
     chosen = np.arange(pairs.num_pairs() if most is None else most)
@@ -74,7 +74,7 @@ def evaluate_pairs(
 
 
 def _num_pairs(pairs: Pairs, max_tokens: int | None) -> int:
-    """Return how many pairs, from the first on, together reach `max_tokens`; None = all pairs."""
+    """Return how many leading pairs together have `max_tokens` tokens; None = all pairs."""
     if max_tokens is None:
         return pairs.num_pairs()
     before = int(np.searchsorted(np.cumsum(pairs.lengths.sum(axis=1)), max_tokens))

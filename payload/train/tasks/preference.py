@@ -148,7 +148,9 @@ class Preference(Task):
         return evaluate_pairs(model, self._pairs[1], self._val_reference, eval_pass, self.loss)
 
     def _own_reference(self) -> Reference | None:
-        """Return the stored reference. Raises CheckpointError if it belongs to a different model.
+        """Return the stored reference.
+
+        Raises CheckpointError if the reference belongs to a different model.
 
         Every read checks the model, because a run that started at the same time may have stored its
         own reference in the meantime.
@@ -209,7 +211,7 @@ def stored_reference(
 ) -> tuple[Reference, Dtype, Tensor]:
     """Return the stored reference, the dtype of its values, and the values for validation.
 
-    Values can be stored in several dtypes; those in `dtype` are preferred. Raises DataError if no
+    Values can be stored in several dtypes; values in `dtype` are preferred. Raises DataError if no
     reference is stored.
     """
     found = read_reference(folder, meta)

@@ -15,8 +15,8 @@ def similar_lengths(chosen: Indices, lengths: Indices) -> Indices:
 def equal_tokens(chosen: Indices, lengths: Indices, *, micro_batch_size: int) -> Indices:
     """Return the samples in an order in which micro-batches have about the same number of tokens.
 
-    The samples, sorted by their `lengths`, are dealt to the micro-batches in turn, and in reverse
-    every second time.
+    The samples are sorted by `lengths` and assigned to the micro-batches in turn. Every second
+    round visits the micro-batches in reverse.
     """
     count = len(chosen) // micro_batch_size
     dealt = similar_lengths(chosen, lengths).reshape(micro_batch_size, count)

@@ -1,4 +1,4 @@
-"""The parts of a multimodal checkpoint that training leaves as they are, copied byte for byte.
+"""The parts of a multimodal checkpoint that are not trained, copied byte for byte.
 
 The bytes go from file to file in chunks, so no part is ever in memory. The source files stay open,
 so a checkpoint can be written after the source was removed.
@@ -25,12 +25,12 @@ _CHUNK_BYTES = 16 * 2**20
 
 @dataclass(slots=True, kw_only=True)
 class CopiedParts:
-    """The tensors of all parts but the text model, and the processor's files."""
+    """The tensors of all parts except the text model, and the processor's files."""
 
     names: TextNames
     """The names of the text model's tensors in the files."""
     tensors: Mapping[str, TensorHeader]
-    """The copied tensors by name, those with the widest elements first."""
+    """The copied tensors by name, the tensors with the widest elements first."""
     files: Mapping[str, bytes]
     """The processor's files by name."""
     _opened: Mapping[Path, io.BufferedReader]
@@ -73,7 +73,7 @@ class CopiedParts:
             file.close()
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """Yield the bytes of a tensor. Raises OSError if its file was truncated."""
+        """Yield the bytes of a tensor. Raises OSError if the file was truncated."""
         header = self.tensors[name]
         file, missing = self._opened[header.path], header.num_bytes()
         file.seek(header.start)

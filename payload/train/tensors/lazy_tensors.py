@@ -109,7 +109,7 @@ class LazyTensors(Mapping[str, Tensor]):
         return sum(header.num_elements() for header in self._headers.values())
 
     def copy_to(self, name: str, target: Tensor, *parts: Part) -> None:
-        """Copy a tensor, or a part of it, into `target`, which can have any dtype and strides.
+        """Copy a tensor, or a part of it, into `target`. The target can have any dtype and strides.
 
         `parts` gives where the part begins, in one or more dimensions; `target` gives its size.
         """
@@ -205,14 +205,15 @@ class DeferredTensor:
 
 
 class PlannedTensors(LazyTensors):
-    """Tensors that are not read: `copy_in` only records where each would be copied."""
+    """Tensors that are not read: `copy_in` only records where each tensor would be copied."""
 
     def __init__(self, folder: Path, *, like: LazyTensors | None = None) -> None:
-        """Read the headers of `folder`; the shapes are those of `like`, if it is given."""
+        """Read the headers of `folder`. If `like` is given, the shapes are taken from `like`."""
         super().__init__(folder)
         self._like = like
         self.targets: dict[str, Tensor] = {}
-        """The model's tensors to set, by the names of the file's tensors to copy into them."""
+        """The model's tensors that `copy_in` would set. The keys are the names of the file's
+        tensors."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape without reading it."""
@@ -288,7 +289,10 @@ def copy_in(tensors: Mapping[str, Tensor], name: str, target: Tensor) -> None:
 
 
 def part_of(shared: Any) -> Part:
-    """Return this rank's part of a DTensor, without importing DTensor, which takes a second."""
+    """Return this rank's part of a DTensor.
+
+    DTensor is not imported, because the import takes a second.
+    """
     ((axis, dim),) = (
         (axis, each.dim) for axis, each in enumerate(shared.placements) if each.is_shard()
     )

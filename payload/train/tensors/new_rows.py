@@ -1,4 +1,4 @@
-"""Reads a model's embedding and head, and adds rows for new tokens that its files lack."""
+"""Reads a model's embedding and output head, and adds rows for tokens that the files lack."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _ROWS_AT_ONCE = 4096
 class TensorsWithNewRows(LazyTensors):
     """The tensors of a folder, with new rows in the embedding and the output head.
 
-    A new row is the mean of the rows before the first one, as in `CausalLM.add_tokens`.
+    Each new row is the mean of all rows that precede the new rows, as in `CausalLM.add_tokens`.
     """
 
     def __init__(self, path: Path, *, modules: Collection[str], first: int, rows: int) -> None:
         """Set the new rows, from index `first` up to `rows`.
 
-        `modules` are the names, without a path, of the modules whose weights have new rows.
+        `modules` are the names, without a path, of the modules that get new rows.
         """
         super().__init__(path)
         self._first, self._end = first, rows
@@ -64,7 +64,10 @@ class TensorsWithNewRows(LazyTensors):
                 target[start - begin : end - begin] = mean
 
     def _mean(self, name: str) -> Tensor:
-        """Return the mean of the rows before the new ones in fp32, with few in memory at a time."""
+        """Return the mean in fp32 of all rows before the new rows.
+
+        Only a few rows are in memory at a time.
+        """
         if name not in self._means:
             width = self.shape(name)[1]
             total = torch.zeros(width, dtype=torch.float64)

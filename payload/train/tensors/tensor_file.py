@@ -1,7 +1,7 @@
 """Writes a safetensors file tensor by tensor and hashes it in the same pass.
 
-The library's writer would copy the checkpoint, read its bytes twice and hold the GIL, which would
-stop training. Format: https://github.com/huggingface/safetensors#format.
+The library's writer would copy the checkpoint and read the bytes twice. It would also hold the GIL,
+and so stop training. Format: https://github.com/huggingface/safetensors#format.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def write_tensors(
 def in_file_order(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
     """Return names and tensors in the order in which the file stores them.
 
-    The widest elements come first, which aligns each tensor to its element size.
+    Tensors with the widest elements come first, so that each tensor is aligned to its element size.
     """
     return sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
 

@@ -1,4 +1,4 @@
-"""Hides notices of torchao's import, which no user of this project can act on."""
+"""Hides log messages of torchao's import that a user of this project cannot act on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports what all models of transformers share, without work that no language model needs."""
+"""Imports transformers' shared modules, without packages that language models do not need."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _UNUSED = (
 def import_shared_modules() -> None:
     """Import transformers' shared modules as if the packages of `_UNUSED` were not installed.
 
-    Call this function before any other import of transformers. It saves each rank 1.3 of 4.5 s of
-    CPU time. Modules that are imported later find all installed packages.
+    Call this function before any other import of transformers. The call saves each rank 1.3 of 4.5
+    s of CPU time. Modules that are imported later find all installed packages.
     """
     from transformers import utils
     from transformers.utils import import_utils
@@ -39,8 +39,9 @@ def _is_missing(*_minimum_version: str) -> bool:
 def _scan_once(import_utils: ModuleType) -> Callable[[Any], Any]:
     """Return transformers' function for scanning a package's files, changed to scan models once.
 
-    transformers scans its folder of models when it is imported. Later, it scans the folder again by
-    the path of __init__.py, which its own cache treats as a different package.
+    transformers scans its folder of models when it is imported. Later, transformers scans the
+    folder again under the path of __init__.py, because the cache of the function treats this path
+    as a different package.
     """
     scan: Callable[[Any], Any] = import_utils.create_import_structure_from_path
     folder = Path(str(import_utils.__file__)).parents[1] / "models"

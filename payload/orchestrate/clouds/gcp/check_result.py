@@ -17,7 +17,7 @@ class Check:
     name: str
     outcome: Outcome
     found: str
-    """Observed state, with numbers."""
+    """The observed state of the project or machine, with numbers."""
     fix: str = ""
     exit_code: ExitCode = ExitCode.OK
     """Exit code if the outcome is an error."""
@@ -31,8 +31,8 @@ def auth(name: str, found: str, fix: str) -> Check:
 def denied(name: str, error: TileforgeError, permission_fix: str) -> Check:
     """Return the error for a refused request.
 
-    `permission_fix` is used if a permission is missing. Other refusals, such as billing or a
-    perimeter of VPC Service Controls, keep their own fix.
+    `permission_fix` is the fix if a permission is missing. Other refusals, for example because of
+    billing or a perimeter of VPC Service Controls, have a fix of the error catalog.
     """
     own = error.fix if error.fix and "Request the roles" not in error.fix else ""
     lacks_permission = not own or "roles/" in own

@@ -47,7 +47,7 @@ class CloudMissingError(CloudError):
 
 
 class UnreadableError(CloudError):
-    """Google Cloud's response cannot be parsed by its own client library."""
+    """Google's client library cannot parse a response of Google Cloud."""
 
 
 class Google:
@@ -200,7 +200,7 @@ class Google:
         return answer
 
     def pages(self, what: str, method: Callable[..., Any], request: Any) -> Iterator[Any]:
-        """Yield every page of a list; the retry time starts again for each page."""
+        """Yield every page of a list. Each page has the full retry time."""
         for _ in range(MOST_PAGES):
             page = self.call(what, lambda: method(request=request, retry=None, timeout=REQUEST_S))
             yield page
@@ -341,7 +341,7 @@ def _attribute(error: Exception, name: str) -> Any:
 
 
 def _wait_s(error: Exception, pause_s: float) -> float | None:
-    """Return the seconds to wait before the next attempt, or None if a retry cannot help."""
+    """Return the seconds to wait before a retry, or None if a retry cannot succeed."""
     import requests
     from google.api_core import exceptions
     from google.auth.exceptions import TransportError
@@ -359,5 +359,5 @@ def _wait_s(error: Exception, pause_s: float) -> float | None:
 
 
 def _is_permanent(error: Exception) -> bool:
-    """Return whether a retry cannot help: the cause is a certificate or the proxy's login."""
+    """Return whether a retry cannot succeed because of a certificate or the proxy's login."""
     return any(word in str(error) for word in ("CERTIFICATE_VERIFY_FAILED", "failed: 407"))

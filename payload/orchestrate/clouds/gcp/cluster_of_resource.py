@@ -26,12 +26,12 @@ _ENDINGS = {
 def by_cluster(
     resources: Sequence[Resource], *, known: Collection[str] = ()
 ) -> dict[str, list[Resource]]:
-    """Return each cluster's resources; resources that belong to no cluster are left out.
+    """Return each cluster's resources; resources without a cluster are left out.
 
     The cluster is found in this order: 1. by the resource's label; 2. by the label of its network,
     as for firewall rules that a person added; 3. by its full name, if the cluster program creates a
-    resource of that name in the cluster's network. `known` lists clusters whose names are in no
-    label. A common name prefix alone proves nothing.
+    resource of that name in the cluster's network. `known` has names of further clusters, which may
+    be in no label. A common name prefix alone does not assign a resource to a cluster.
     """
     labelled = {r.labels[CLUSTER_LABEL] for r in resources if CLUSTER_LABEL in r.labels}
     names = labelled | set(known)
@@ -67,7 +67,8 @@ def _owner_by_name(resource: Resource, names: Collection[str]) -> str | None:
 
 
 def expiry_of(resources: Sequence[Resource]) -> float | None:
-    """Return when a cluster expires: the latest time in its labels and its machines' time limits.
+    """Return a cluster's expiry in Unix seconds: the latest time in labels or time limits of
+    machines.
 
     A machine that was stopped and restarted runs longer than its label states.
     """

@@ -47,7 +47,8 @@ class _RecordPage:
 
 
 def dns_zones(google: Google) -> Iterator[Resource]:
-    """Yield the project's DNS zones; yield nothing if the API is disabled, as it usually is."""
+    """Yield the project's DNS zones; yield nothing if the API is disabled, which is the usual
+    case."""
     path = f"/dns/v1/projects/{google.project}/managedZones?maxResults=100"
     try:
         for page in google.get_pages("dns", path, what="listing DNS zones", shape=_ZonePage):

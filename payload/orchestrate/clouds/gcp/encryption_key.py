@@ -78,7 +78,7 @@ def check_key(google: Google, need: CloudRequirements) -> Iterator[Check]:
 
 
 def _location_error(need: CloudRequirements) -> Check | None:
-    """Return the error for a key whose location does not fit the cluster's region, or None."""
+    """Return the error for a key in a location that does not fit the cluster's region, or None."""
     key = KMS_KEY.fullmatch(need.kms_key)
     regional = need.needs_regional_key
     if key is None or key_location_fits(key["location"], region=need.region, regional=regional):

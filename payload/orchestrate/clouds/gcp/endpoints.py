@@ -14,8 +14,8 @@ from payload.storage.google_environment_login import GoogleLogin
 
 VARIABLE = "TILEFORGE_API_ENDPOINT"
 REQUEST_LOG = "TILEFORGE_REQUEST_LOG"
-"""Environment variable that names a log file. For each request, a line of JSON with the request's
-duration and its error, if any, is added to the file."""
+"""Environment variable that names a log file. Each request appends a JSON line with its duration
+and its error, if any, to the file."""
 _SERVICE = "{service}"
 
 Service = Literal[

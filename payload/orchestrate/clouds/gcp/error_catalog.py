@@ -1,4 +1,5 @@
-"""Maps error messages of Google, its Pulumi provider and the network to our error and the fix.
+"""Maps error messages of Google, its Pulumi provider and the network to this project's error and
+the fix.
 
 Pure. The patterns match messages that users of Google and of the provider reported.
 """
@@ -69,7 +70,7 @@ class Refusal:
 
     error: type[TileforgeError]
     advice: str
-    """The fix. If Google's message does not state the cause, the cause comes before the fix."""
+    """The fix. If Google's message does not state the cause, the text begins with the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def policy_fix(constraint: str) -> str:
 
 
 def billing_fix(project: str) -> str:
-    """Return the fix for a project whose billing is disabled."""
+    """Return the fix for a project with disabled billing."""
     return (
         "The project has no open billing account. Link an account: gcloud billing projects link "
         f"{project} --billing-account=ACCOUNT (list your accounts: gcloud billing accounts list)"
@@ -338,7 +339,8 @@ def access_refusal(text: str, *, project: str = "", login: GoogleLogin) -> Refus
 
 
 def other_refusal(text: str, *, project: str = "") -> Refusal | None:
-    """Return any other recognized refusal, or None."""
+    """Return a refusal that `access_refusal` does not cover, or None if the text is not
+    recognized."""
     return _first(_OTHERS, text, project=project)
 
 

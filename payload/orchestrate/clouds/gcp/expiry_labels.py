@@ -16,14 +16,16 @@ from payload.orchestrate.clouds.gcp.listing import list_machines
 from payload.stack.resource_labels import EXPIRES_LABEL
 
 _SLACK_S = 600.0
-"""Largest accepted difference between the expiry in a new machine's label and the machine's time
-limit. The label is computed before the machine is created."""
+"""Largest accepted difference, in seconds, between the expiry in a new machine's label and the
+machine's time limit. The label is computed before the machine is created."""
 
 
 def renew_expiry_labels(google: Google, nodes: Sequence[Node], *, talk: Console) -> float | None:
-    """Renew labels that are too early; return when Google ends the last machine, in Unix seconds.
+    """Renew labels with an expiry that is too early.
 
-    A machine that replaces another one gets the label of the old machine, because Pulumi ignores
+    Returns when Google ends the last machine, in Unix seconds.
+
+    A machine that replaces an old machine gets the label of the old machine, because Pulumi ignores
     changes of the label. Returns None if no machine has a time limit, or if the machines cannot be
     listed.
     """

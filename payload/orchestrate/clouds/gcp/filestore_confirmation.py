@@ -9,7 +9,7 @@ from payload.orchestrate.terminal.console import confirm_by_name
 
 
 class MayDelete(Protocol):
-    """A function that confirms the deletion of instances, as `may_delete` does."""
+    """A function that confirms the deletion of Filestore instances, as `may_delete` does."""
 
     def __call__(self, names: Iterable[str], *, kept: str) -> bool:
         """Return True if the user confirmed every instance."""

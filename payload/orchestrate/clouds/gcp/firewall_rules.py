@@ -1,4 +1,4 @@
-"""Reads a network's firewall rules from Google and compares them with the expected ones."""
+"""Reads a network's firewall rules from Google and compares them with the expected rules."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Findings:
 
     network: str
     differing: Mapping[str, str]
-    """The difference for each rule of the cluster program that was changed or is missing, by rule
-    name."""
+    """By rule name, a description of the difference, for each rule of the cluster program that was
+    changed or is missing."""
     foreign: tuple[str, ...]
     """Names of the network's enabled rules that the cluster program did not create."""
 

@@ -53,7 +53,7 @@ class _Reader:
     sleep: Callable[[float], None]
 
     def pinned(self, node: Node) -> Node:
-        """Return the node with its instance ID, external address and host keys."""
+        """Return the node with instance ID, external address and host keys filled in."""
         node = self._found(node)
         before = self.known.get(node.name)
         if before is not None and before.instance_id == node.instance_id and before.host_keys:
@@ -188,7 +188,8 @@ def pin_node(
 ) -> Node:
     """Return one node with its host keys and instance ID; `cache` is only read.
 
-    Raises MachineGoneError if the machine is gone, and other errors as `pin_host_keys` does.
+    Raises MachineGoneError if the machine is gone, and for other problems the errors of
+    `pin_host_keys`.
     """
     _check([node])
     reader = _Reader(
@@ -251,7 +252,8 @@ def _check(nodes: Sequence[Node]) -> None:
 
 
 def _read_cache(path: Path) -> dict[str, Node]:
-    """Return the earlier pinned nodes by name; empty if the file is missing or damaged."""
+    """Return the nodes that were pinned earlier, by name; empty if the file is missing or
+    damaged."""
     inventory = cached_inventory(path)
     return {} if inventory is None else {node.name: node for node in inventory.nodes}
 

@@ -1,4 +1,4 @@
-"""Finds resources that clusters left in a project, and reports how to remove them."""
+"""Finds resources that clusters left in a project, and reports the commands that remove them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class Sweep:
     left: Mapping[str, Sequence[Resource]]
     """Leftover resources by cluster."""
     owns: Callable[[Resource], bool]
-    """Returns True for a leftover with the cluster's identity, which this folder can remove."""
+    """Returns True for a leftover that has the cluster's identity, so that this folder can remove
+    it."""
     others: Sequence[Resource] = ()
     """Resources with the cluster's name or in its network that belong to other users."""
     kept: Sequence[Resource] = ()
@@ -83,10 +84,10 @@ class Sweep:
         return [*cluster, "--project", self.project]
 
     def may_live(self) -> bool:
-        """Return whether apparent leftovers can be in use.
+        """Return whether resources that seem to be leftovers may be in use.
 
-        True if the search was for all clusters and some locations could not be listed: machines in
-        these locations would show that a cluster is in use.
+        True if the search was for all clusters and some locations could not be listed: a machine in
+        such a location would show that its cluster is in use.
         """
         return self.cluster is None and bool(self.blind)
 
@@ -211,7 +212,8 @@ def find_leftovers(
 def _split(
     group: Sequence[Resource], proof: Ownership, cluster: str
 ) -> tuple[list[Resource], list[Resource]]:
-    """Split resources with a cluster's name: those of this cluster, and those of other clusters."""
+    """Split resources with a cluster's name into resources of this cluster and of other
+    clusters."""
     mine, others = proof.split(group)
     if not proof.is_known:
         mine = [each for each in group if is_made_by_program(each, cluster)]
@@ -229,7 +231,10 @@ def print_leftovers(found: Sweep) -> None:
 
 
 def report_leftovers(found: Sweep, *, talk: Console) -> None:
-    """Report that no resource is left. Raises TeardownError if any remain or may remain."""
+    """Report that no resource is left.
+
+    Raises TeardownError if resources are left or may be left.
+    """
     whose = f"of cluster {found.cluster}" if found.cluster else "of expired clusters"
     left = found.all_left()
     if left and found.may_live():

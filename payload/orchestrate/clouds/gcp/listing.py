@@ -155,8 +155,8 @@ def _resource(kind: Kind, item: Any, *, location: str) -> Resource:
 def _end_of(machine: Any) -> float | None:
     """Return when Google will end a machine; None if it has no limit or is stopped.
 
-    The library lacks Google's terminationTimestamp, which is the last start plus the limit:
-    https://cloud.google.com/compute/docs/instances/limit-vm-runtime
+    The client library lacks Google's terminationTimestamp: the time of the last start plus the
+    limit. https://cloud.google.com/compute/docs/instances/limit-vm-runtime
     """
     started = parse_time(machine.last_start_timestamp or machine.creation_timestamp)
     limit_s = machine.scheduling.max_run_duration.seconds

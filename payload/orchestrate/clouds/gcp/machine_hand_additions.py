@@ -15,8 +15,8 @@ from payload.stack.resource_labels import CLUSTER_LABEL
 
 KEPT_VARIABLE = "TILEFORGE_METADATA_KEPT"
 """Environment variable that passes the keys of hand-added metadata, comma-separated, to the cluster
-program. Without this variable Pulumi, which manages a machine's metadata as a whole, would remove
-these keys."""
+program. Pulumi manages a machine's metadata as a whole, so it would remove these keys without this
+variable."""
 OWN_METADATA = frozenset(
     {
         *("block-project-ssh-keys", "enable-guest-attributes", "enable-oslogin"),
@@ -99,7 +99,7 @@ def kept_metadata(added: Sequence[Additions]) -> str:
 
 
 def added_lines(added: Sequence[Additions], going: Collection[str]) -> Iterator[str]:
-    """Yield a line for each machine with additions; it states whether the additions are kept.
+    """Yield a line for each machine with additions. The line states whether the additions are kept.
 
     `going` are the machines to replace. Raises ConfigError for a disk that Google would delete with
     its machine.

@@ -45,9 +45,8 @@ def handle_stopped_machines(
     """Report the stack's stopped machines and start them after confirmation.
 
     `places` is the result of `places_in`. If `assume_yes` is set without a choice, only machines
-    that Google stopped are started, because a person can have stopped the other machines on
-    purpose. Return the URNs of machines to replace. Raises CapacityError and CloudError if a start
-    fails.
+    that Google stopped are started. A person may have stopped the other machines on purpose. Return
+    the URNs of machines to replace. Raises CapacityError and CloudError if a start fails.
     """
     try:
         found = stopped_machines(google, places)
@@ -122,7 +121,7 @@ def start(google: Google, machines: Sequence[StoppedMachine], *, talk: Console) 
 
 @contextmanager
 def _explained(machine: StoppedMachine) -> Iterator[None]:
-    """Add a note to the error of a failed start: the disk is kept, and what to do next."""
+    """Add to the error of a failed start that the disk is kept, and the next command."""
     kept = (
         "Its disk is kept and billed. Try again later; or discard the disk: "
         f"{_UP} --stopped replace, or {_DOWN} --without-collect"

@@ -61,7 +61,8 @@ def check_policies(google: Google, need: CloudRequirements) -> Iterator[Check]:
 
 
 def _listed(project: str, need: CloudRequirements) -> dict[str, Sequence[Sequence[str]]]:
-    """Return what each list policy must allow: values, each with the groups that contain it."""
+    """Return the values that each list policy must allow, each with the groups that contain the
+    value."""
     cluster, region = need.cluster or "CLUSTER", need.region
     own = f"under:projects/{project}"
     values: dict[str, Sequence[Sequence[str]]] = {

@@ -44,7 +44,7 @@ class Ownership:
         return bool(self.identities or self.known)
 
     def owns(self, resource: Resource) -> bool:
-        """Return whether the cluster owns the resource, so that it can be adopted or removed."""
+        """Return whether the cluster owns the resource, and may thus adopt or remove it."""
         identity = identity_in(resource.labels)
         if identity is not None:
             # The identity precedes the stack's state: an ID in the state is a name, which another
@@ -54,8 +54,8 @@ class Ownership:
         return nameless or self.lists(resource)
 
     def belies(self, resource: Resource) -> bool:
-        """Return whether the resource belongs to another cluster now, but is in the stack's
-        state."""
+        """Return whether the resource is in the stack's state, but now belongs to another
+        cluster."""
         identity = identity_in(resource.labels)
         return identity is not None and identity not in self.identities and self.lists(resource)
 
@@ -75,7 +75,7 @@ class Ownership:
 def removable(resources: Iterable[Resource]) -> list[Resource]:
     """Return the resources that a cleanup can remove, in order.
 
-    Buckets, and snapshots and images of disks, are left out: they were made to keep data.
+    Buckets, disk snapshots and disk images are left out, because they were made to keep data.
     """
     return in_order(each for each in resources if each.kind not in (BUCKET, *SAVED))
 

@@ -30,7 +30,7 @@ _BUCKET_NEEDS = (
 
 
 def check_proxy(env: Mapping[str, str]) -> Iterator[Check]:
-    """Check that the proxy, if one is set, responds and that no_proxy lists 127.0.0.1."""
+    """If a proxy is set, check that it responds and that no_proxy lists 127.0.0.1."""
     found = proxy_of(env)
     if found is None:
         return

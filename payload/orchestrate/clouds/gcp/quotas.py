@@ -42,7 +42,7 @@ class _Details:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Limit:
-    """A limit that applies to requests with all these dimensions."""
+    """A quota limit. It applies to requests that match all `dimensions`."""
 
     dimensions: dict[str, str] = field(default_factory=dict)
     details: _Details | None = None
@@ -136,7 +136,8 @@ def _of_family(google: Google, need: CloudRequirements, *, amount: float, page: 
 
 
 def _applicable(info: _QuotaInfo, *, region: str, family: str) -> int | None:
-    """Return the limit that matches the most dimensions; -1 if unlimited, None if unknown."""
+    """Return the value of the limit that matches the most dimensions; -1 = unlimited, None =
+    unknown."""
     dimensions = {"region": region, "vm_family": family.lower()}
     fitting = [
         each
@@ -152,7 +153,10 @@ def _applicable(info: _QuotaInfo, *, region: str, family: str) -> int | None:
 
 
 def _not_listed(metric: str, where: str, *, amount: float, page: str) -> Check:
-    """Compare `amount` with a default project's limit; only the console shows the actual limit."""
+    """Compare `amount` with the limit of a default project.
+
+    Only Google's console shows the actual limit.
+    """
     name, default = f"{metric} in {where}", _DEFAULTS.get(metric)
     if default is None:
         return _not_known(name, amount, f"Check the quota at {page}")

@@ -27,8 +27,8 @@ from payload.orchestrate.clouds.gcp.service_accounts import remove_service_accou
 def remove(google: Google, resources: Sequence[Resource]) -> list[str]:
     """Remove the resources, except buckets, one kind after another; return the error messages.
 
-    Resources of one kind are removed in parallel, because a removal can take minutes, during which
-    machines cost money.
+    Resources of one kind are removed in parallel. A removal can take minutes, and machines cost
+    money during this time.
     """
     failed: list[str] = []
     going = in_order(each for each in resources if each.kind != BUCKET)

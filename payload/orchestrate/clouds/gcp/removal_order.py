@@ -40,7 +40,8 @@ class Resource:
     location: str
     """Zone, region, or `global`."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """The resource's labels; if its kind cannot have labels, the labels in its description."""
+    """The resource's labels. For a kind without labels, the labels are read from the
+    description."""
     created_unix: float | None = None
     network: str | None = None
     """Name of the resource's network, or None."""
@@ -96,7 +97,10 @@ class Resource:
 
 
 def is_zone(location: str) -> bool:
-    """Return whether the location is a zone, which is a region with a letter: us-central1-a."""
+    """Return whether the location is a zone.
+
+    A zone's name is a region and a letter: us-central1-a.
+    """
     return location.count("-") == 2
 
 

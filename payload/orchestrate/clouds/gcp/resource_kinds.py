@@ -125,4 +125,5 @@ KINDS = (
 KIND_OF = {kind.name: kind for kind in KINDS}
 
 STOPPED, ENDING = ("TERMINATED", "STOPPED", "SUSPENDED"), ("STOPPING", "SUSPENDING")
-"""Google's states of a machine: stopped with its disk kept, and stopping."""
+"""Google's states of a machine: states in which it is stopped but keeps the disk, and states in
+which it is stopping."""

@@ -1,4 +1,4 @@
-"""Parses Google's messages about zones without capacity, in pure functions."""
+"""Parses Google's messages about zones without capacity. All functions are pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds stopped machines and the reason why each stopped.
+"""Finds stopped machines and the reason for each stop.
 
 At host maintenance Google stops a machine with compact placement and keeps its disk. The lifetime
 limit is paused while a machine is stopped, so Google never deletes a stopped machine:

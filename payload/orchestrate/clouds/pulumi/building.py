@@ -1,4 +1,7 @@
-"""Repeats `pulumi up` until it succeeds: changes the zone, handles drifted machines and orphans."""
+"""Repeats `pulumi up` until it succeeds.
+
+Between attempts, changes the zone or repairs the stack.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _EXISTS = ("Error 409", "alreadyExists", "already exists")
 _NEEDS_STOP = "requires stopping it"
 
 Saves = Callable[[Sequence[str], str, str], bool]
-"""A function that collects results from machines before they are deleted. Its arguments are the
+"""A function that collects results from machines before they are deleted. The arguments are the
 machines, the note on what is kept if the user declines, and the question. It returns False if the
 user declines."""
 
@@ -41,10 +44,10 @@ class Builder:
     google: Callable[[], Google]
     """Creates the client on demand, because its libraries take a second to import."""
     identity: str
-    """The cluster's identity. If a resource has this identity but is not in the stack's state, a
-    failed `up` left it behind."""
+    """The cluster's identity. A resource with this identity that the stack's state lacks was left
+    behind by a failed `up`."""
     zones: Sequence[str]
-    """Zones in the configuration, tried in order; empty without --next-zone."""
+    """Zones in the configuration, tried in order; empty if --next-zone is not set."""
     spot: Spot
     there: Sequence[str]
     """Machines that existed before the build."""
@@ -60,7 +63,7 @@ class Builder:
     _rebuilt: set[str] = field(default_factory=set)
 
     _zone: str = ""
-    """The zone of the next attempt; empty without --next-zone."""
+    """The zone of the next attempt; empty if --next-zone is not set."""
     _tried: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -142,7 +145,8 @@ class Builder:
         self._move(zone)
 
     def _build_on_demand(self, update: Update, stock_out: StockOut) -> None:
-        """Switch to on-demand machines, once, and begin with the first configured zone."""
+        """Switch to on-demand machines, at most one time, and begin with the first configured
+        zone."""
         self.operations.talk.print(stock_out.describe())
         question = "Delete these machines and build on-demand machines?"
         if not self.save(self.there, "the machines are kept", question):
@@ -169,7 +173,7 @@ class Builder:
             self.operations.pulumi.ask("config", "set", "--path", f"zones[{place}]", name)
 
     def restore_zones(self) -> None:
-        """Restore the configured order of zones after a failure, unless machines exist."""
+        """Restore the configured order of zones after a failure, if no machine exists."""
         if not self.zones or self._zone == self.zones[0]:
             return
         with suppress(TileforgeError):  # `up` reports the original failure instead
@@ -190,7 +194,10 @@ class Builder:
         self._rebuilt |= {step.urn for step in drifted}
 
     def _clear(self) -> bool:
-        """Remove own resources that the stack's state lacks; return False if none was removed."""
+        """Remove the cluster's resources that the stack's state lacks.
+
+        Returns False if nothing was removed.
+        """
         operations = self.operations
         google, state = self.google(), stack_state(operations.pulumi)
         found = orphans(google, state, self.identity)
@@ -226,7 +233,7 @@ def replacing(urns: Iterable[str]) -> list[str]:
 
 
 def drifted_machines(update: Update, *, done: set[str]) -> list[Step]:
-    """Return the failed updates that Google allows only while a machine is stopped."""
+    """Return the failed updates that Google allows only while the machine is stopped."""
     stuck = {each.urn for each in problems_of(update) if _NEEDS_STOP in each.message}
     return [
         step

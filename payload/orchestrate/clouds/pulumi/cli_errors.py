@@ -62,7 +62,7 @@ class PulumiError(ConfigError):
     """The `pulumi` command is missing or failed."""
 
     def __init__(self, message: str, trouble: Trouble) -> None:
-        """Set the exit code that matches the kind of trouble."""
+        """Set the exit code by the kind of problem."""
         super().__init__(message)
         self.trouble = trouble
         if trouble in ("not logged in", "credentials refused"):
@@ -70,14 +70,14 @@ class PulumiError(ConfigError):
 
     @property
     def is_fault(self) -> bool:
-        """Return whether a stack can exist although the command could not read it."""
+        """Return whether a stack may exist although the command could not read it."""
         return self.trouble in ("credentials refused", "damaged state", "other")
 
 
 def refusal(shown: str, output: str, login: GoogleLogin) -> PulumiError:
     """Return the error for a command that failed before its engine started.
 
-    `login` is the login that reads state in a bucket.
+    `login` is the login with which Pulumi reads state in a bucket.
     """
     output = printable(output)
     if REFUSED_CREDENTIALS.search(output) and re.search("google|oauth2", output):

@@ -85,7 +85,7 @@ class Pulumi:
         self._timeout_s = timeout_s
 
     def tell_program(self, **variables: str) -> None:
-        """Set environment variables for the cluster program in all later commands."""
+        """Pass environment variables to the cluster program in all later commands."""
         self._env = {**self._env, **variables}
 
     def argv(self, *arguments: str) -> list[str]:
@@ -145,8 +145,8 @@ class Pulumi:
     ) -> Update:
         """Run an operation, pass each of its events to `on_event`, and return the result.
 
-        Pulumi's output is written to `log`. An interrupt is passed on to pulumi: wait until it has
-        shut down, then raise KeyboardInterrupt. Raises PulumiError.
+        Pulumi's output is written to `log`. An interrupt is passed on to pulumi. The method then
+        waits until pulumi has shut down, and raises KeyboardInterrupt. Raises PulumiError.
         """
         with tempfile.TemporaryDirectory(prefix="tileforge-") as folder, Interrupts() as interrupts:
             path = Path(folder) / "events.jsonl"

@@ -98,7 +98,7 @@ class _Wrapped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A line of the event log. If its kind of event is not used here, no field is set."""
+    """A line of the event log. No field is set for a kind of event that is not used here."""
 
     time_unix: float
     diagnostic: Diagnostic | None = None

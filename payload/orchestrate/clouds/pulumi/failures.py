@@ -102,7 +102,8 @@ def problems_of(update: Update) -> list[Problem]:
 def stock_out_of(update: Update, *, spot: bool = False) -> StockOut | None:
     """Return the stock-out that made the operation fail, or None.
 
-    Set `spot` for spot machines: a spot machine that disappears during its creation was preempted.
+    `spot` is True for spot machines. A spot machine that disappears during its creation was
+    preempted.
     """
     problems = problems_of(update)
     found = find_stock_out("\n".join(each.message for each in problems))

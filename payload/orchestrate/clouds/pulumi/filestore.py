@@ -1,4 +1,4 @@
-"""Filestore instances of a stack: which ones a preview deletes, their location and cost."""
+"""Filestore instances of a stack: their location and cost, and instances that a preview deletes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ENDS = ("delete", "replace", "delete-replaced")
 
 
 def has_filestore(state: StackState) -> bool:
-    """Return whether the stack has a Filestore instance, which can hold data."""
+    """Return whether the stack has a Filestore instance. Such an instance can hold data."""
     return bool(_in_state(state))
 
 
@@ -42,7 +42,7 @@ def _in_state(state: StackState) -> list[str]:
 
 
 def filestores_that_go(preview: Update) -> list[str]:
-    """Return the instances that `pulumi up` would delete or replace; this deletes their data."""
+    """Return the instances that `pulumi up` would delete or replace, together with their data."""
     return sorted({name_of(step.urn) for step in _steps(preview) if step.op in _ENDS})
 
 

@@ -1,4 +1,4 @@
-"""Locks of a stack, and detection of stale ones."""
+"""Locks of a stack, and detection of stale locks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def _exists(pid: int) -> bool:
 
 
 def _boot_unix() -> float | None:
-    """Return when this machine booted; None if the system has no clock that counts time asleep."""
+    """Return when this machine booted; None if no clock of the system counts the time in sleep
+    mode."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return None if clock is None else time.time() - time.clock_gettime(clock)
 

@@ -24,7 +24,7 @@ from payload.orchestrate.clouds.pulumi.stack_state import StackState, stack_stat
 
 _ID = re.compile(r"projects/([^/]+)/zones/(?P<zone>[^/]+)/instances/(?P<name>[^/]+)")
 CLOCK_SLACK_S = 60.0
-"""Limit on the time by which this machine's clock is ahead of Google's."""
+"""Largest expected time, in seconds, by which this machine's clock is ahead of Google's clock."""
 _UP = command("orchestrate", "up")
 _DOWN = command("orchestrate", "down")
 

@@ -20,8 +20,8 @@ def ensure_operator_key(
     """Create the operator's key pair if it is missing.
 
     The cluster program reads the public half. Raises ConfigError if the key is missing while
-    machines exist, because they accept only the old key, and a new key would replace the machines.
-    Also raises ConfigError for a public key without its private key. Such a key can belong to
+    machines exist: the machines accept only the old key, and a new key would replace the machines.
+    Also raises ConfigError for a public key without the private key. Such a key could belong to
     another user, who could then log in.
     """
     if known.get("operatorPublicKeyFile") or known.get("accessMode") == "oslogin":

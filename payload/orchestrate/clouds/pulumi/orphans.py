@@ -19,8 +19,8 @@ from payload.orchestrate.terminal.console import confirm
 def orphans(google: Google, state: StackState, identity: str) -> list[Resource]:
     """Return resources with the cluster's identity that are missing in the stack's state.
 
-    A boot disk is deleted with its machine, so it is an orphan only if the machine is gone. Raises
-    CloudError if some resources could not be listed.
+    A boot disk is deleted with its machine, so a boot disk is an orphan only if the machine is
+    gone. Raises CloudError if some resources could not be listed.
     """
     listing = list_everything(google)
     if listing.blind:

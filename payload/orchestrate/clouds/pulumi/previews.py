@@ -1,4 +1,5 @@
-"""Effects of a preview on machines: deletions with the reasons, and metadata changes."""
+"""Effects that a preview predicts for machines: deletions with the reasons, and metadata
+changes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def machines_that_go(preview: Update) -> list[str]:
 
 
 def changes_metadata(preview: Update) -> bool:
-    """Return whether existing machines get new metadata, which a machine reads only at boot."""
+    """Return whether existing machines get new metadata. A machine reads metadata only at boot."""
     return any(
         step.op == "update" and type_of(step.urn) == INSTANCE and "metadata" in (step.diffs or ())
         for step in preview.steps

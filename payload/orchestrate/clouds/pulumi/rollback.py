@@ -1,4 +1,4 @@
-"""Lists and removes the machines of a failed `up`."""
+"""Lists and removes the machines that a failed `up` created."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def roll_back(
 ) -> TileforgeError:
     """Remove the resources built by a failed first `up`, and return the error to raise.
 
-    `up` started at `since_unix`. Its resources are read from Google, because a machine whose
-    creation was accepted can be missing in the stack's state. `has_data` means that the stack had a
+    `up` started at `since_unix`. The resources are read from Google, because the stack's state may
+    lack a machine although Google has accepted its creation. `has_data` means that the stack had a
     Filestore instance before `up`, so only machines are removed.
     """
     pulumi, talk = operations.pulumi, operations.talk

@@ -11,14 +11,14 @@ from payload.orchestrate.clouds.pulumi.engine import Pulumi
 from payload.stack.stack_settings import CLUSTER_NAME, CLUSTER_NAME_FIX, DEFAULTS
 
 _PROVIDERS_TOO = {"project": "", "region": DEFAULTS.region}
-"""Settings, each with its default, which a provider's config can also set."""
+"""Settings that a provider's config can also set, each with its default."""
 
 
 def settings(pulumi: Pulumi) -> dict[str, Any]:
     """Return the stack's config without namespaces; the project's keys override a provider's keys.
 
-    Exception: if this project's setting `project` or `region` is empty or is the default, the
-    provider's value is used, if there is one. Raises PulumiError and ConfigError.
+    Exception: if this project's setting `project` or `region` is empty or the default, the
+    provider's value is used, if set. Raises PulumiError and ConfigError.
     """
     raw = pulumi.ask_json("config")
     if not isinstance(raw, dict):

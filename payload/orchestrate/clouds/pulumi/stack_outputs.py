@@ -130,9 +130,9 @@ def _project_files(folder: Path) -> list[Path]:
 def _is_own_project(found: Sequence[Path]) -> bool:
     """Return whether the file found is the cluster program's project file, or a copy of it.
 
-    A project file can name a backend, to which `pulumi` sends its token. So unless the user
-    requests it, `pulumi` must not run in a folder with an unknown project file, such as a cloned
-    repository.
+    A project file can name a backend, and `pulumi` sends its token to this backend. So `pulumi`
+    must not run in a folder with an unknown project file, such as a cloned repository, except on
+    the user's request.
     """
     own = Path(payload.__file__).parents[1] / _PROJECT_FILES[0]
     if len(found) > 1 or not own.is_file():
@@ -177,8 +177,8 @@ def record_outputs(outputs: StackOutputs, *, folder: Path, made_bucket: str | No
 def recorded_outputs(folder: Path, cluster: str, *, project: str) -> StackOutputs | None:
     """Return the outputs recorded when this folder last reached the cluster's nodes.
 
-    These outputs have no price and no expiry time. Return None if the nodes were never reached from
-    this folder in this project.
+    The recorded outputs have no price and no expiry time. Return None if the nodes were never
+    reached from this folder in this project.
     """
     known = load_cluster_record(folder, cluster)
     inventory = cached_inventory(cluster_path(folder, cluster, CACHE_FILE))

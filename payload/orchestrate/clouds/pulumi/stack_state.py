@@ -44,7 +44,10 @@ class _Export:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackState:
-    """The stack's resources. Two states are equal unless a resource was created or removed."""
+    """The stack's resources.
+
+    Two states are equal if no resource was created or removed between them.
+    """
 
     machines: tuple[str, ...]
     """Names of the machines."""
@@ -53,7 +56,7 @@ class StackState:
     identities: tuple[str, ...] = ()
     """The cluster's identities, from labels and descriptions; empty if an older version built the
     cluster. If identity.json is lost, `pulumi up` changes the identity in labels, but not in
-    descriptions. So there can be two identities."""
+    descriptions. So a stack can have two identities."""
 
     @property
     def projects(self) -> tuple[str, ...]:
@@ -111,7 +114,7 @@ def _where(arguments: str) -> str:
 
 
 def ownership_of(state: StackState, *identities: str | None, project: str) -> Ownership:
-    """Return the ownership that the stack's state and these identities prove."""
+    """Return the proof of ownership from the stack's state and from further identities."""
     return Ownership(
         identities=frozenset(filter(None, (*state.identities, *identities))),
         known=tuple(found for _, found in state.parts if found),

@@ -18,7 +18,7 @@ from payload.models.spec import logits_tokens
 
 
 class CappedHead:
-    """Computes the loss from the function that maps (..., C) to the capped logits (..., V)."""
+    """Computes the loss with a function from hidden states (..., C) to capped logits (..., V)."""
 
     def __init__(self, logits: Callable[[Tensor], Tensor], *, rows: int) -> None:
         self._logits, self._rows = logits, rows

@@ -31,7 +31,7 @@ from payload.train.models.uninitialised import Embedding, Linear
 
 _KNOWN = (Attention, Embedding, Layer, Linear, MLP, RMSNorm, nn.ModuleList)
 _WIDEST_HEAD = 256
-"""Limited by the block of keys that the kernels keep in a core's cache."""
+"""Widest head for the kernels. They keep a block of keys in a core's cache."""
 _GATE: Activation = "gelu_pytorch_tanh"
 
 
@@ -91,7 +91,7 @@ def run_layers(
     def attend(
         normed: Tensor, module: Attention, what: LayerSpec, keys: Keys | None
     ) -> tuple[Tensor, Keys]:
-        """Return the attention's output (N, C), and its keys and values (N, K, D)."""
+        """Return the attention's output (N, C), and the keys and values (N, K, D)."""
         cos, sin = ropes[what.rope, what.head_dim]
         if starts is None:
             cos, sin = cos.repeat(batch, 1), sin.repeat(batch, 1)
@@ -137,7 +137,7 @@ def _mixed(
     *,
     batch: int,
 ) -> Tensor:
-    """Return the attention (N, H x D) of queries (N, H, D) to keys and values (N, K, D)."""
+    """Return attention (N, H x D) of queries (N, H, D) over keys and values (N, K, D)."""
     length = len(query) // batch
     if what.head_dim > _WIDEST_HEAD:
         first, key, value = (
@@ -169,7 +169,7 @@ def _mixed(
 
 
 def _turned(x: Tensor, norm: RMSNorm, rope: Table, context: LayerContext) -> Tensor:
-    """Return normed and rotated heads in the context's dtype."""
+    """Return the heads `x` after norm and rotation, in the context's dtype."""
     return rotated(_normed(x, _norm(norm), context), rope).to(context.dtype)
 
 

@@ -37,7 +37,7 @@ def frequencies(rope: Rope, *, head_dim: int) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention, with the layer's own keys and values or those of an earlier layer."""
+    """Causal self-attention. Keys and values are from this layer or from an earlier layer."""
 
     def __init__(self, spec: Gemma4Spec, layer: LayerSpec, *, dropout: float) -> None:
         super().__init__()

@@ -191,7 +191,7 @@ class Gemma4(CausalLM):
         return list(self.model.layers)
 
     def outer_modules(self) -> OuterModules:
-        """Return the modules outside the layers."""
+        """Return the modules outside the layers, by the pipeline stage that computes them."""
         last = ("model.norm",) if self.lm_head is None else ("model.norm", "lm_head")
         return OuterModules(layers="model.layers", first=("model.embed_tokens",), last=last)
 
@@ -200,7 +200,7 @@ class Gemma4(CausalLM):
         return name.startswith("model.layers.") and self.get_parameter(name).dim() == 2
 
     def _resize_vocabulary(self, rows: int) -> None:
-        """Also resize the second embedding; its new rows are the mean of the old rows."""
+        """Also resize the second embedding. Each new row is the mean of the old rows."""
         super()._resize_vocabulary(rows)
         if not self.spec.ple_width:
             return
@@ -255,7 +255,7 @@ class Gemma4(CausalLM):
 
 
 def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> CausalLM:
-    """Build the model of this spec, with transformers' layers if our layers lack a feature."""
+    """Build the model of this spec; use transformers' layers if this module lacks a feature."""
     if isinstance(spec, OtherSpec):
         lacks = ", ".join(read_config(spec.config, where="config.json").unsupported())
         reason = f"our own layers do not support {lacks}"

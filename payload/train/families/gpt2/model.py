@@ -136,7 +136,7 @@ class GPT(CausalLM):
         return embedded
 
     def _fast_layers(self, x: Tensor, starts: Tensor | None, context: LayerContext) -> Tensor:
-        """Map the sum of embeddings (B, T, C) fp32 to the final norm's output."""
+        """Map the sum of the embeddings (B, T, C), fp32, to the final norm's output."""
         with torch.autocast("cpu", enabled=False):
             sizes = (x.shape[0], x.shape[1])
             total: Tensor = x.flatten(0, 1)
@@ -159,7 +159,7 @@ class GPT(CausalLM):
         starts: Tensor | None,
         context: LayerContext,
     ) -> tuple[Tensor, Tensor]:
-        """Return the residual stream (B x T, C) and the output that is not yet added to it."""
+        """Return the residual stream (B x T, C), and an output not yet added to the stream."""
         total, normed = add_norm(total, added, block.ln_1, context)
         module, ranks = block.attn, self.ranks
         heads = (*sizes, len(module.c_attn.weight) // (3 * module.head_width))
@@ -224,7 +224,7 @@ class GPT(CausalLM):
         return name.startswith("h.") and self.get_parameter(name).dim() == 2
 
     def joined_linears(self) -> list[tuple[str, ...]]:
-        """Return the paths of the layers' linears, one per group: no two have the same input."""
+        """Return the paths of the layers' linears, one per group. Each has its own input."""
         return [(f"h.{number}.{name}",) for number in range(len(self.h)) for name in _LINEARS]
 
     def classifier_architecture(self) -> str:

@@ -89,9 +89,9 @@ def run_layers(
         return total, branch_norm(_mlp(normed, layer.gated(), context), _norm(behind), context)
 
     def add(total: Tensor, added: Tensor | None, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
-        """Return the residual sum, and the norm of the sum in the matmuls' dtype.
+        """Return `total` + `added`, and the norm of this sum in the matmuls' dtype.
 
-        Without a norm, the second result is the sum itself in that dtype.
+        Without a norm, the second result is the sum in the matmuls' dtype.
         """
         if norm is None:
             total = total if added is None else total + added
@@ -165,7 +165,7 @@ def _attending(
 
 
 def _norm(module: RMSNorm, *, divisor: float = 1.0) -> Norm:
-    """Return a module's norm, whose outputs are divided by `divisor`."""
+    """Return a module's norm, with outputs divided by `divisor`."""
     weight = module.weight if divisor == 1 else module.weight / divisor
     return Norm(weight, module.eps, 1.0 / divisor if module.offset else 0.0)
 

@@ -116,7 +116,7 @@ class Attention(SplitModule):
         return reduce_from_ranks(mixed.transpose(1, 2).flatten(2), self.o_proj, self.ranks)
 
     def inputs(self) -> tuple[nn.Module, ...]:
-        """Return the linears of queries, keys and values: three, or one for all."""
+        """Return the linears of queries, keys and values: three linears, or one joint linear."""
         return (self.qkv_proj,) if self.is_fused else (self.q_proj, self.k_proj, self.v_proj)
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class MLP(SplitModule):
         return reduce_from_ranks(inner, self.output(), self.ranks)
 
     def inputs(self) -> tuple[nn.Module, ...]:
-        """Return the linears of gate and up: two, or one for both."""
+        """Return the linears of gate and up: two linears, or one joint linear."""
         if not self.is_fused:
             return self.gate_proj, self.up_proj
         return (self.input_linear if self.is_shared else self.gate_up_proj,)
@@ -228,7 +228,7 @@ class Layer(LayerModule):
         return added
 
     def gated(self) -> MLP | MixtureMLP:
-        """Return the MLP, whose name depends on the model."""
+        """Return the MLP. Its attribute name depends on the model."""
         found = self.mlp if self.shared_mlp is None else self.shared_mlp
         assert found is not None, "a layer has one of them"
         return found

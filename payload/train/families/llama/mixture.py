@@ -54,7 +54,7 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(mixture.experts, width, inner))
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Map x (N, C) to the weighted sum of the outputs of each token's experts, (N, C)."""
+        """Map x (N, C) to each token's weighted sum of expert outputs, (N, C)."""
         order, tokens, counts = by_expert(chosen, experts=len(self.gate_up_proj))
         made = []
         # A slice of a stack would have a gradient of the size of the stack.
@@ -76,7 +76,7 @@ class MixtureMLP(nn.Module):
         self.gate = Router(spec, mixture)
         self.experts = Experts(spec, mixture)
         self.keeps_scores = False
-        """True if the router's scores of the next forward pass are kept for the balancing loss."""
+        """True if the next forward pass keeps the router's scores for the load-balancing loss."""
         self._scores: Tensor | None = None
         self._num_tokens = torch.zeros(mixture.experts, dtype=torch.int64)
 
@@ -126,7 +126,7 @@ def mixtures(body: nn.Module) -> list[MixtureMLP]:
 
 
 def balancing_loss(body: nn.Module, mixture: Mixture, padding: Tensor | None) -> Tensor | None:
-    """Return the weighted balancing loss of the last forward pass's routers, or None.
+    """Return the weighted load-balancing loss of the last forward pass, or None.
 
     The tokens at which `padding` (B, T) is True do not count.
 
@@ -148,7 +148,7 @@ def balancing_loss(body: nn.Module, mixture: Mixture, padding: Tensor | None) ->
 
 
 def stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights with the names of a checkpoint: each expert has its own matrices."""
+    """Return the weights with a checkpoint's names, with separate matrices for each expert."""
     found: dict[str, Tensor] = {}
     for name, value in tensors.items():
         match = _STACK.match(name)
@@ -168,5 +168,5 @@ def _of_experts(path: str, part: str, stack: Tensor) -> Iterator[tuple[str, Tens
 
 
 def has_stacks(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether a checkpoint stores experts as stacks, which transformers also reads."""
+    """Return whether a checkpoint stores experts as stacks; transformers also reads stacks."""
     return any(_STACK.match(name) for name in tensors)

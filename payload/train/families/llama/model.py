@@ -198,7 +198,7 @@ class Decoder(CausalLM):
         return self.head_weight() if self.lm_head is None else None
 
     def drop_head(self) -> None:
-        """Remove the output head; as in transformers, a classifier has no balancing loss.
+        """Remove the output head. As in transformers, a classifier has no load-balancing loss.
 
         Raises CheckpointError if transformers has no classifier.
         """
@@ -249,11 +249,11 @@ class Decoder(CausalLM):
         return Splits(parts, frozenset(partial))
 
     def has_router_loss(self) -> bool:
-        """Return whether training adds the routers' balancing loss."""
+        """Return whether training adds the load-balancing loss of the routers."""
         return self._balances and not self.without_router_loss
 
     def router_loss(self, padding: Tensor | None = None) -> Tensor | None:
-        """Return the weighted balancing loss of the last forward pass's routers, or None."""
+        """Return the weighted load-balancing loss of the last forward pass, or None."""
         mixture = self.spec.mixture
         return None if mixture is None else balancing_loss(self.model, mixture, padding)
 
@@ -263,7 +263,7 @@ class Decoder(CausalLM):
         return torch.cat(found).double() if found else super().take_expert_tokens()
 
     def freeze_router(self) -> Collection[str]:
-        """Do not train the routers. Raises ConfigError for a model without routers."""
+        """Freeze the routers. Raises ConfigError for a model without routers."""
         found = [name for name, each in self.named_modules() if isinstance(each, Router)]
         if not found:
             return super().freeze_router()
@@ -317,7 +317,7 @@ class Decoder(CausalLM):
 
 
 def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> CausalLM:
-    """Build the model of this spec, with transformers' layers if our layers lack a feature."""
+    """Build the model of this spec; use transformers' layers if this module lacks a feature."""
     if isinstance(spec, OtherSpec):
         return TransformersLM(spec, dropout=dropout, random=random)
     assert isinstance(spec, DecoderSpec)
@@ -330,8 +330,8 @@ def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> Caus
 def without_padding_gradient(x: Tensor, tokens: Tensor, padding: int | None) -> Tensor:
     """Return embedded tokens without gradient for the padding token's embedding.
 
-    transformers' models do the same. If the embedding is also the output head, the padding token's
-    row still receives the head's gradient.
+    transformers' models also leave out this gradient. If the embedding is also the output head, the
+    padding token's row still receives the head's gradient.
     """
     if padding is None or not x.requires_grad:
         return x

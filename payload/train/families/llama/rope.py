@@ -56,7 +56,7 @@ def rotated(x: Tensor, rope: Table) -> Tensor:
 
 
 def _llama3(plain: Tensor, rope: Rope) -> Tensor:
-    """Divide the low frequencies by `rope.factor`, keep the high ones and blend in between.
+    """Divide low frequencies by `rope.factor`, keep high frequencies, and blend in between.
 
     Source: https://github.com/meta-llama/llama-models, models/llama3/model.py, apply_scaling.
     """
@@ -74,7 +74,7 @@ def _llama3(plain: Tensor, rope: Rope) -> Tensor:
 
 
 def _yarn(plain: Tensor, rope: Rope) -> Tensor:
-    """Divide the low frequencies by `rope.factor`, keep the high ones and blend on the ramp.
+    """Divide low frequencies by `rope.factor`, keep high frequencies, and blend on the ramp.
 
     Source: https://arxiv.org/abs/2309.00071, section 3.2.
     """

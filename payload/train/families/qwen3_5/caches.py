@@ -1,4 +1,4 @@
-"""The state that generation keeps in a layer with linear attention."""
+"""The state that generation keeps for each layer with linear attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class DeltaCache:
-    """The state of the gated delta rule, and the last tokens' input of the convolution."""
+    """The state of the gated delta rule, and the convolution's input for the last tokens."""
 
     def __init__(self) -> None:
         self.state: Tensor | None = None

@@ -1,7 +1,7 @@
 """The gated delta rule of linear attention, by matmuls over chunks of 64 tokens.
 
-A head's state S (K, V) maps keys to values. Each token decays the state, moves the value of its key
-towards its own value, and reads the state with its query:
+A head's state S (K, V) maps keys to values. Each token decays the state, moves the state's value at
+the token's key towards the token's value, and reads the state with the token's query:
 
     S = exp(g) S;  S = S + k (sigmoid(w) (v - k S));  o = q S
 
@@ -50,11 +50,11 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs (B, T, H, V), and the state after the last token, (B, H, K, V) fp32.
 
-    `query` and `key` are (B, T, G, K), and each of these G heads serves H / G consecutive heads of
-    `value` (B, T, H, V). `write` (B, T, H) are the logits w of the write strengths, and `decay`
-    (B, T, H) the logarithms g of the decays. `state` continues earlier tokens. `CausalLM.hidden`
-    describes `starts` (B, T): each document begins with an empty state. The returned state has no
-    gradient.
+    `query` and `key` are (B, T, G, K). Each of the G heads serves H / G consecutive heads of
+    `value` (B, T, H, V). `write` (B, T, H) are the logits w of the write strengths, and
+    `decay` (B, T, H) the logarithms g of the decays. `state` continues earlier tokens.
+    `CausalLM.hidden` describes `starts` (B, T): each document begins with an empty state. The
+    returned state has no gradient.
     """
     with torch.autocast(query.device.type, enabled=False):
         documents = _documents(starts, length=query.shape[1], device=query.device)
@@ -88,7 +88,7 @@ def one_token(
 
 @dataclass(frozen=True, slots=True)
 class _Documents:
-    """Which tokens of a chunk are in the same document, with C tokens in each chunk."""
+    """Masks that show which tokens of a chunk are in the same document. A chunk has C tokens."""
 
     within: Tensor
     """True if the column's token is in the row's document and not after it: (N, B, 1, C, C), or
@@ -110,7 +110,7 @@ class _Scales:
     left: Tensor
     """The decay from a token to the chunk's end; 0 if the token's document ended earlier."""
     between: Tensor
-    """The decay from the column's token to the row's: (N, B, H, C, C)."""
+    """The decay from the column's token to the row's token: (N, B, H, C, C)."""
 
     def ended(self) -> Tensor:
         """Return the decay of the state over each chunk, (N, B x H, 1, 1)."""
@@ -118,7 +118,7 @@ class _Scales:
 
 
 class _GatedDeltaRule(torch.autograd.Function):
-    """Computes the rule; the backward pass computes the states of all chunks again."""
+    """Computes the gated delta rule. The backward pass recomputes the states of all chunks."""
 
     @staticmethod
     def forward(
@@ -204,7 +204,7 @@ def _overlaps(k: Tensor, scales: _Scales) -> Tensor:
 
 
 def _attention(q: Tensor, k: Tensor, scales: _Scales) -> Tensor:
-    """Return the weights with which each token reads its chunk's new values.
+    """Return the weights with which each token reads the new values of the token's chunk.
 
     The result has the queries' dtype.
     """
@@ -250,7 +250,7 @@ def _gradients(
     scales: _Scales,
     documents: _Documents,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of the five inputs, in chunks.
+    """Return the gradients of the five inputs of the rule, in chunks.
 
     A variable that starts with `log_` is the gradient of the logarithm of a factor.
     """
@@ -342,7 +342,7 @@ def _product_gradient(
     """Return the gradient of a product whose rows and columns are scaled, and of the scales.
 
     The second result is the gradient of the logarithm of each row's scale. The third result is the
-    same for columns. Both leave out the diagonal, whose part is the last result.
+    same for columns. Both leave out the diagonal. The diagonal's part is the last result.
     """
     scaled = grad * _rows(row)
     scaled *= _columns(scales.key)
@@ -375,7 +375,7 @@ def _summed(grad: Tensor, groups: int) -> Tensor:
 
 
 def _chunks(x: Tensor) -> Tensor:
-    """Reshape (B, T, H, ...) to (N, B, H, C, ...), filled with zeros."""
+    """Reshape (B, T, H, ...) to (N, B, H, C, ...), with zeros after the last token."""
     fill = -x.shape[1] % CHUNK
     if fill:
         x = functional.pad(x, (0, 0) * (x.dim() - 2) + (0, fill))

@@ -34,7 +34,7 @@ _KNOWN = (
     nn.ModuleList,
 )
 _WIDEST_HEAD = 256
-"""Limited by the block of keys that the kernels keep in a core's cache."""
+"""Widest head for the kernels. They keep a block of keys in a core's cache."""
 
 
 def joined(*, is_full: bool) -> tuple[tuple[str, ...], ...]:
@@ -120,7 +120,7 @@ def run_layers(
         return linears(gated.flatten(1), (projection(module.o_proj),), context)
 
     def _turned(heads: Tensor, norm: RMSNorm) -> Tensor:
-        """Return normed and rotated heads (N, heads, D)."""
+        """Return `heads` (N, heads, D) after norm and rotation."""
         return rotated(_normed(heads, norm, context), turns).to(context.dtype)
 
     with torch.autocast("cpu", enabled=False):

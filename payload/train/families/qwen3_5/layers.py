@@ -27,7 +27,7 @@ AnyCache = LayerCache | DeltaCache
 
 
 class Attention(nn.Module):
-    """Causal self-attention whose output is multiplied by a gate."""
+    """Causal self-attention with a gate on the output."""
 
     def __init__(self, spec: Qwen35Spec, *, dropout: float) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Attention(nn.Module):
         width, queries = spec.hidden_size, spec.num_attention_heads * spec.head_dim
         keys, bias = spec.num_key_value_heads * spec.head_dim, spec.attention_bias
         self.q_proj = Linear(width, 2 * queries, bias=bias)
-        """Makes each head's query and its gate, one after the other."""
+        """Linear that makes, for each head, the query followed by the gate."""
         self.k_proj = Linear(width, keys, bias=bias)
         self.v_proj = Linear(width, keys, bias=bias)
         self.q_norm = RMSNorm(spec.head_dim, eps=spec.rms_norm_eps, offset=True)
@@ -126,7 +126,7 @@ class LinearAttention(nn.Module):
         cache: DeltaCache | None,
         starts: Tensor | None,
     ) -> Tensor:
-        """Return what the queries read, (B, T, heads, V / heads), from the linears' outputs."""
+        """Return the values that queries read, (B, T, heads, V / heads), from linears' outputs."""
         length, sizes = mixed.shape[1], self.sizes
         if cache is not None:
             mixed = cache.with_window(mixed, before=sizes.taps - 1)

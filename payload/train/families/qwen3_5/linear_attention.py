@@ -19,7 +19,7 @@ from payload.kernels.linears import Grads
 from payload.models.qwen3_5.config import LinearAttention
 
 _PIECE = 256
-"""Number of channels whose convolution's gradients a task computes."""
+"""Number of channels for which one task computes the gradients of the convolution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class DeltaWeights:
     convolution: Tensor
     """(channels, 1, taps); the last tap is the token itself."""
     log_rate: Tensor
-    """Logarithms of the heads' decay rates, (H,)."""
+    """Logarithm of each head's decay rate, (H,)."""
     time_bias: Tensor
     """Number added to a head's time, (H,)."""
     norm: Tensor
@@ -49,8 +49,8 @@ def linear_attention(
     """Return the gated output of linear attention, (B, T, H x V), in the dtype of `made`.
 
     `made` (B, T, ...) has the outputs of the linears side by side: queries, keys and values before
-    the convolution, the gates, the logits of the write strengths (H) and the times (H). In each
-    token, `starts` (B, T) int64 is the first token of its document; None = 0 for all tokens.
+    the convolution, the gates, the logits of the write strengths (H) and the times (H). `starts`
+    (B, T) int64 has the index of the first token of each token's document; None = 0 for all tokens.
     """
     parameters = (weights.convolution, weights.log_rate, weights.time_bias, weights.norm)
     found = _LinearAttention.apply(made, *parameters, weights.eps, sizes, starts, library)
@@ -58,7 +58,7 @@ def linear_attention(
 
 
 class _LinearAttention(torch.autograd.Function):
-    """Computes convolution, rule, norm and gate; backward computes the rule's states again."""
+    """Computes convolution, delta rule, norm and gate; backward recomputes the rule's states."""
 
     @staticmethod
     def forward(
@@ -138,7 +138,7 @@ class _Call:
         return y
 
     def convolve_backward(self, taps: Tensor, grad: Tensor, grad_made: Tensor) -> Tensor:
-        """Return the gradient of the taps; write that of the convolution's input."""
+        """Return the gradient of the taps; write the input's gradient to `grad_made`."""
         parts = torch.empty(self._batch, *taps.shape)
         tasks = self._batch * -(-self._sizes.mixed() // _PIECE)
         ring = torch.empty(tasks, self._sizes.taps, _PIECE)
@@ -147,7 +147,7 @@ class _Call:
         return parts.sum(0)
 
     def rule(self, mixed: Tensor, write: Tensor, decay: Tensor) -> Tensor:
-        """Return what the queries read, (B, T, H x V)."""
+        """Return the values that the queries read from the state, (B, T, H x V)."""
         size = self._batch, self._length, self._sizes.value_heads
         require_tensor("decay", decay, torch.float32, size)
         read = self._empty(self._sizes.values())
@@ -175,7 +175,7 @@ class _Call:
     def norm_backward(
         self, read: Tensor, weight: Tensor, eps: float, grad: Tensor, grad_made: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of `read` and of the weight; write those of the gates."""
+        """Return the gradients of `read` and `weight`; write gradients of gates to `grad_made`."""
         require_tensor("grad", grad, read.dtype, tuple(read.shape))
         grad_read = torch.empty_like(read)
         parts = torch.empty(-(-self._batch * self._length // SUM_ROWS), len(weight))

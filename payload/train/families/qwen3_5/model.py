@@ -31,7 +31,7 @@ from payload.train.models.uninitialised import Embedding, Linear
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DRAFT = "mtp."
-"""Prefix of the layers that predict several tokens, which transformers does not read either."""
+"""Prefix of the layers that predict several tokens. transformers also skips these layers."""
 _LARGEST_DECAY = 16.0
 _SMALLEST_DECAY = 0.01
 
@@ -193,7 +193,7 @@ class Qwen35(CausalLM):
 
 
 def build(spec: ModelSpec, *, dropout: float = 0.0, random: bool = True) -> CausalLM:
-    """Build the model of this spec, with transformers' layers if our layers lack a feature."""
+    """Build the model of this spec; use transformers' layers if this module lacks a feature."""
     if isinstance(spec, OtherSpec):
         where = "config.json"
         lacks = ", ".join(read_config(spec.config, where=where).unsupported(where=where))

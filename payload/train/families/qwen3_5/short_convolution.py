@@ -1,7 +1,7 @@
-"""A causal convolution over the last few tokens, each channel by itself, with SiLU after it.
+"""A causal convolution over the last few tokens, separate for each channel, followed by SiLU.
 
 oneDNN computes the convolution fast if a token's channels are adjacent in memory, but its gradients
-are slow. So the gradient of the input is computed as a convolution, too, and the gradient of the
+are slow. So the gradient of the input is also computed as a convolution, and the gradient of the
 weight as one sum for each tap. Shapes: B batch, T tokens, C channels, W taps.
 """
 
@@ -28,7 +28,7 @@ def short_convolution(x: Tensor, weight: Tensor, *, starts: Tensor | None = None
 
 
 def _places(starts: Tensor | None, *, batch: int, length: int, before: int) -> Tensor:
-    """Return the row of each token, (B x T,), if `before` rows of zeros precede each document."""
+    """Return each token's row, (B x T,), if each document follows `before` rows of zeros."""
     numbers = torch.arange(batch * length)
     if starts is None:
         return numbers + before * (1 + numbers // length)
@@ -38,7 +38,7 @@ def _places(starts: Tensor | None, *, batch: int, length: int, before: int) -> T
 
 
 class _ShortConvolution(torch.autograd.Function):
-    """Computes the convolution and SiLU; the backward pass computes the convolution again."""
+    """Computes the convolution and SiLU; the backward pass recomputes the convolution."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, places: Tensor) -> Tensor:

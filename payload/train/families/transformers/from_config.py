@@ -18,7 +18,7 @@ from payload.train.models.hf_layout import without_code
 from payload.train.tensors.transformers_import import import_shared_modules
 
 _Module = Any
-"""transformers.PreTrainedModel, most of whose methods have no types."""
+"""transformers.PreTrainedModel. Most of its methods have no type hints."""
 _Config = Any
 """transformers.PreTrainedConfig."""
 
@@ -28,8 +28,8 @@ _TAGGED = ("NaN", "Infinity", "-Infinity")
 def build_module(spec: ModelSpec, dropout: float, *, random: bool) -> _Module:
     """Return transformers' module for the spec's config.json, in fp32.
 
-    Raises CheckpointError for a model that transformers has no code for, or that does not predict
-    the next token.
+    Raises CheckpointError if transformers has no code for the model, or if the model does not
+    predict the next token.
     """
     config = module_config(raw_config(spec), where="config.json", dropout=dropout)
     kind = module_class(config)

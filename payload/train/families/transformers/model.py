@@ -1,7 +1,7 @@
 """Any causal language model that transformers builds from its own code, as a CausalLM.
 
-transformers' module computes the layers. Our own loss is used if the head is a plain linear layer
-whose logits are not changed afterwards. Code in a model's folder is never run.
+transformers' module computes the layers. This project's loss is used if the head is a plain linear
+layer and the module does not change the logits afterwards. Code in a model's folder is never run.
 Shapes: B batch, T tokens of the input, C width, V vocabulary.
 """
 
@@ -49,7 +49,7 @@ from payload.train.models.quantized import QuantizedLinear, loading_targets
 from payload.train.tensors.lazy_tensors import DeferredTensor, PlannedTensors
 
 _Module = Any
-"""transformers.PreTrainedModel, most of whose methods have no types."""
+"""transformers.PreTrainedModel. Most of its methods have no type hints."""
 
 _EXPERT_LINEARS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 """Names of an expert's linears. Source: PEFT, utils/transformers_weight_conversion.py,
@@ -85,7 +85,7 @@ class ModelCache:
 
 
 class TransformersLM(CausalLM):
-    """A model whose layers are transformers' own."""
+    """A model with transformers' own layers."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class TransformersLM(CausalLM):
     ) -> None:
         """Build the module from the spec's config.
 
-        The log gives `reason` for not using our own layers.
+        The log gives `reason` as the reason for not using this project's layers.
         """
         module = build_module(spec, dropout, random=random)
         super().__init__(_counted(spec, module), dropout=dropout)
@@ -155,7 +155,9 @@ class TransformersLM(CausalLM):
         caches: Sequence[ModelCache] | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        """Map (B, T) token ids to the head's input (B, T, C); if the head is not plain, to logits.
+        """Map (B, T) token ids to the head's input (B, T, C).
+
+        If the head is not plain, return logits.
 
         With `caches`, `tokens` continue the cached tokens. `CausalLM.hidden` describes `starts`.
         """
@@ -188,11 +190,11 @@ class TransformersLM(CausalLM):
         self._token_counts = TokenCounts(self.module, experts=_experts(self.spec))
 
     def has_router_loss(self) -> bool:
-        """Return whether training adds the routers' balancing loss; a classifier's does not."""
+        """Return whether training adds the load-balancing loss; False for a classifier."""
         return self._router_loss.is_on() and not self._dropped and not self.without_router_loss
 
     def router_loss(self, padding: Tensor | None = None) -> Tensor | None:
-        """Return the weighted balancing loss of the last forward pass's routers, or None."""
+        """Return the weighted load-balancing loss of the last forward pass, or None."""
         return self._router_loss.take(padding)
 
     def take_expert_tokens(self) -> Tensor:
@@ -200,7 +202,7 @@ class TransformersLM(CausalLM):
         return self._token_counts.take()
 
     def freeze_router(self) -> Collection[str]:
-        """Do not train the routers. Raises ConfigError for a model without routers."""
+        """Freeze the routers. Raises ConfigError for a model without routers."""
         found = router_parameters(self.module, experts=_experts(self.spec))
         if not found:
             return super().freeze_router()
@@ -286,7 +288,7 @@ class TransformersLM(CausalLM):
         return [ModelCache(DynamicCache(config=self.module.config))]
 
     def layers(self) -> Sequence[nn.Module]:
-        """Return the modules of the classes in `_no_split_modules`; the list may be empty."""
+        """Return the modules of the classes in transformers' `_no_split_modules`; may be empty."""
         names = set(getattr(self.module, "_no_split_modules", None) or ())
         return [each for each in self.module.modules() if type(each).__name__ in names]
 
@@ -357,7 +359,7 @@ class TransformersLM(CausalLM):
         ]
 
     def has_names_of(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether `tensors` has a tensor for every weight's name in the module."""
+        """Return whether `tensors` has a tensor for the name of every weight in the module."""
         return set(self._targets()) <= set(tensors)
 
     def _targets(self) -> dict[str, Tensor | QuantizedLinear]:
@@ -425,9 +427,9 @@ class TransformersLM(CausalLM):
         return notes
 
     def _require_documents(self) -> None:
-        """Raise ConfigError if tokens of one document can see another document.
+        """Raise ConfigError if tokens of one document can attend to another document.
 
-        Runs random tokens through the model, once.
+        Runs random tokens through the model once.
         """
         if self._mixes_documents is None:
             self._mixes_documents = mixes_documents(self.module)
@@ -494,7 +496,7 @@ def _has_key_value_cache(module: _Module) -> bool:
 
 
 def _hidden_matrices(module: _Module) -> set[str]:
-    """Return the names of all linear weights except the head, as parameters of the CausalLM."""
+    """Return the CausalLM's parameter names of all linear weights, except the head's."""
     head = module.get_output_embeddings()
     return {
         f"module.{name}.weight"

@@ -17,7 +17,7 @@ from payload.core.printable_text import shown
 from payload.train.models.quantized import QuantizedLinear
 
 _Module = Any
-"""transformers.PreTrainedModel, most of whose methods have no types."""
+"""transformers.PreTrainedModel. Most of its methods have no type hints."""
 
 _PROBE_TOKENS = 2
 _PROBE_DOCUMENT = 8
@@ -74,8 +74,8 @@ def why_not_plain(module: _Module) -> str | None:
 def mixes_documents(module: _Module) -> bool:
     """Return whether a document's logits depend on the previous document in its row.
 
-    A rounding difference does not count: in a mixture of experts, the tokens of both documents
-    share an expert's matmuls, and torch sums these in an order that depends on the number of rows.
+    A rounding difference does not count. In a mixture of experts, tokens of both documents share an
+    expert's matmuls, and torch's order of summation depends on the number of rows.
     """
     dtype = module.get_output_embeddings().weight.dtype
     return not document_leak(module) <= _MOST_ROUNDING[dtype]  # Also for NaN.
@@ -116,7 +116,7 @@ def document_leak(module: _Module) -> float:
 def draws_in_training(module: _Module) -> bool:
     """Return whether a forward pass in training draws random numbers, as a sampling router does.
 
-    If so, seeding each micro-batch makes a resume exact, as for dropout.
+    For such a model, each micro-batch is seeded, as for dropout, so that a resume is exact.
     """
     before = torch.random.get_rng_state()
     tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
@@ -145,9 +145,9 @@ def require_causal(module: _Module, *, without_head: bool = False) -> None:
 
 @contextmanager
 def _weightless(module: _Module) -> Iterator[None]:
-    """Temporarily make 4-bit linears repeat their inputs, so that no weight is dequantised.
+    """Temporarily make 4-bit linears return repeated inputs, so that no weight is dequantised.
 
-    Which tokens a token attends to does not depend on the weights.
+    The attention mask does not depend on the weights.
     """
     linears = [each for each in module.modules() if isinstance(each, QuantizedLinear)]
     for each in linears:

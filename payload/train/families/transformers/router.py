@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 _Module = Any
-"""transformers.PreTrainedModel, most of whose methods have no types."""
+"""transformers.PreTrainedModel. Most of its methods have no type hints."""
 
 _NAMES = ("gate", "router", "wg")
 
 
 def router_parameters(module: _Module, *, experts: int) -> dict[str, list[nn.Parameter]]:
-    """Return the weights and biases that give each token's scores of the experts, by module."""
+    """Return the router's weights and biases, which give each token's expert scores, by module."""
     found: dict[str, list[nn.Parameter]] = {}
     for path, part in module.named_modules():
         is_router = path.rpartition(".")[2] in _NAMES or "router" in type(part).__name__.lower()
@@ -48,7 +48,7 @@ class RouterLoss:
         self._logits: tuple[Tensor, ...] | None = None
 
     def is_on(self) -> bool:
-        """Return whether the config requests the loss and the model has such a loss."""
+        """Return whether config.json requests the load-balancing loss and the model computes it."""
         wants = getattr(self._module.config, "output_router_logits", False)
         return bool(wants) and self._function is not None and self.coefficient() != 0
 
@@ -80,7 +80,7 @@ class TokenCounts:
     """Counts the tokens of each expert in training, from the indices that the experts receive."""
 
     def __init__(self, module: _Module, *, experts: int) -> None:
-        """Count in every module that holds the experts of a layer as stacks of matrices."""
+        """Add hooks that count tokens to each module with experts as stacks of matrices."""
         self._experts = experts
         self._layers = [part for part in module.modules() if _holds_stacks(part, experts)]
         self._counts: dict[int, Tensor] = {}

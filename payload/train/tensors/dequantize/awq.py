@@ -11,7 +11,7 @@ from payload.train.tensors.dequantize.parts import ReadRows, Rows, read_groups, 
 
 
 def rows(name: str, weight: StoredWeight, read: ReadRows) -> Rows:
-    """Return the reader of a weight's rows, which are columns in the file."""
+    """Return the reader of a weight's rows. A row of the weight is a column in the file."""
     words = read(weight.parts["values"])
     scales = read_scales(name, weight, read)
     zeros = _unpacked(read(weight.parts["zeros"]), weight.bits)

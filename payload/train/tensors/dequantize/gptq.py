@@ -9,7 +9,7 @@ from payload.train.tensors.dequantize.parts import ReadRows, Rows, read_groups, 
 
 
 def rows(name: str, weight: StoredWeight, read: ReadRows) -> Rows:
-    """Return the reader of a weight's rows, which are columns in the file."""
+    """Return the reader of a weight's rows. A row of the weight is a column in the file."""
     words, bits = read(weight.parts["values"]), weight.bits
     scales = read_scales(name, weight, read)
     zeros = unpack(read(weight.parts["zeros"]), bits).flatten(1)

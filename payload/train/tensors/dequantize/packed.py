@@ -1,4 +1,4 @@
-"""Packed integers of compressed-tensors; the layout is in its module of `formats.quantized`."""
+"""Packed integers of compressed-tensors; layout: `payload.formats.quantized.compressed_tensors`."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def read_scales(
 def powers_of_two(exponents: Tensor) -> Tensor:
     """Return 2 ** (exponent - 127) in fp32 for each of the `exponents`, which are bytes.
 
-    Subnormal results are exact, too.
+    Subnormal results are also exact.
     """
     shifted = exponents.to(torch.int32) - _EXPONENT_BIAS
     return torch.ldexp(torch.ones(exponents.shape), shifted)

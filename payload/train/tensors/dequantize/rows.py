@@ -22,10 +22,10 @@ _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 
 
 def open_rows(name: str, weight: StoredWeight, read: ReadRows) -> Rows:
-    """Return a function of (first, count) that returns rows of a weight in its dtype.
+    """Return a function that reads `count` rows of a weight from row `first` on, in its dtype.
 
     `read` reads rows of a stored tensor. Scales that belong to all rows are read here. Raises
-    CheckpointError for values that a weight cannot have.
+    CheckpointError for invalid values.
     """
     exact = _LAYOUTS[weight.layout](name, weight, read)
     steps = [_DTYPES[each] for each in (weight.rounded_to, weight.dtype) if each in _DTYPES]
