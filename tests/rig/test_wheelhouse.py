@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.rig.cache import cached
-from tests.rig.wheelhouse import LOCK, requirements
+from tests.rig.image import TRIXIE
+from tests.rig.wheelhouse import LOCK, python_of, requirements
 
 
 def test_the_wheelhouse_follows_the_machines_python_and_not_this_one() -> None:
@@ -23,6 +24,8 @@ def test_the_wheelhouse_follows_the_machines_python_and_not_this_one() -> None:
         ]
     )
     assert requirements(lock, extra="train", torch="1") == ["a==1", "b==1"]
+    trixie = python_of(TRIXIE)
+    assert requirements(lock, extra="train", torch="1", python=trixie) == ["a==1", "c==1"]
 
 
 @pytest.mark.parametrize("build", ["2.13.0", "2.13.0+cpu"])

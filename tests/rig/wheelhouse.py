@@ -30,8 +30,8 @@ def pip_conf(extras: Sequence[str]) -> str:
 
 _PYTHONS = {SUITE: "3.11.2", TRIXIE: "3.13.5"}
 """Version of Python by suite of Debian."""
-# Debian 12 has glibc 2.36; pip only accepts the given tags.
-_GLIBC_MINORS = (34, 31, 28, 27, 26, 24, 17)
+# Debian 12 has glibc 2.36. Each tag is named, because pip does not derive older ones.
+_GLIBC_MINORS = range(36, 16, -1)
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
