@@ -153,8 +153,9 @@ def _access(config: ClusterConfig) -> Iterator[Problem]:
     elif config.operator_cidr:
         yield (
             "operatorCidr",
-            f" = {config.operator_cidr!r}: only for accessMode direct; with {config.access_mode} "
-            "SSH comes from Google's proxy. Remove it: pulumi config rm operatorCidr",
+            f" = {config.operator_cidr!r}: used only with accessMode direct; with "
+            f"{config.access_mode}, SSH comes from Google's proxy. Remove it: pulumi config rm "
+            "operatorCidr",
         )
     if config.access_mode == "oslogin" and not LOGIN.fullmatch(config.os_login_user):
         yield (
@@ -165,8 +166,8 @@ def _access(config: ClusterConfig) -> Iterator[Problem]:
     if config.os_login_user and config.access_mode != "oslogin":
         yield (
             "osLoginUser",
-            f" = {config.os_login_user!r}: only for accessMode oslogin. Remove it: pulumi config "
-            "rm osLoginUser",
+            f" = {config.os_login_user!r}: used only with accessMode oslogin. Remove it: pulumi "
+            "config rm osLoginUser",
         )
 
 
@@ -178,11 +179,11 @@ def _cidr(text: str) -> Iterator[Problem]:
         yield "operatorCidr", f" = {text!r}: {error}. {fix}"
         return
     if network.prefixlen == 0:
-        yield "operatorCidr", f" = {text!r}: is the whole internet. {fix}"
+        yield "operatorCidr", f" = {text!r}: this range is the whole internet. {fix}"
     elif network.version == 6:
         yield "operatorCidr", f" = {text!r}: must be an IPv4 address range. {fix}"
     elif network.prefixlen < 24:
-        yield "operatorCidr", f" = {text!r}: has more than 256 addresses. {fix}"
+        yield "operatorCidr", f" = {text!r}: this range has more than 256 addresses. {fix}"
 
 
 def _network(config: ClusterConfig) -> Iterator[Problem]:

@@ -71,7 +71,7 @@ def test_a_manifest_that_leaves_out_a_file_makes_no_checkpoint_sound(
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["files"][name]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert manifest_problems(folder) == [f"manifest.json: does not list {name}."]
+    assert manifest_problems(folder) == [f"manifest.json: the manifest does not list {name}."]
     assert newest_valid(tmp_path) is None
 
 

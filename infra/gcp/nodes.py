@@ -64,7 +64,7 @@ class NodesArgs:
 
 
 class ClusterNodes(ComponentResource):
-    """All nodes, and their compact placement policy."""
+    """All nodes, and the placement policy by which Google puts them physically close together."""
 
     instances: list[compute.Instance]
     """Instances in the inventory's order; the first is the head."""

@@ -59,7 +59,7 @@ class HelpFormatter(argparse.HelpFormatter):
     def add_argument(self, action: argparse.Action) -> None:
         """Add an action.
 
-        Unlike argparse, include the indent of subcommands in the column's width.
+        Unlike argparse, this widens the column of names by the indent of subcommands.
         """
         super().add_argument(action)
         if isinstance(action, argparse._SubParsersAction):
@@ -80,7 +80,10 @@ class CommandParser(argparse.ArgumentParser):
     options."""
 
     def __init__(self, *, example: str = "", notes: str = "", **settings: Any) -> None:
-        """Make the parser; `example` follows the description, `notes` end the full help."""
+        """Make the parser.
+
+        The help prints `example` after the description. The full help prints `notes` at its end.
+        """
         super().__init__(add_help=False, formatter_class=HelpFormatter, **settings)
         self.example, self.notes = example, notes
         self._advanced: list[argparse._ArgumentGroup] = []

@@ -85,7 +85,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def exceed(self, handled: int) -> bool:
-        """Return whether there are more requests than were handled."""
+        """Return whether more than `handled` requests to stop have arrived."""
         return self.count > handled
 
     def _note(self, number: int, _frame: object) -> None:

@@ -27,7 +27,7 @@ def shortened(text: str, longest: int) -> str:
 def last_line(output: str, *, otherwise: str) -> str:
     """Return the last line of a failed program's output, without `error: `.
 
-    `otherwise` is returned if the output is empty.
+    Returns `otherwise` if the output is empty.
     """
     lines = output.strip().splitlines() or [otherwise]
     return one_line(lines[-1].removeprefix("error: "))

@@ -139,8 +139,8 @@ def read_values(folder: Path, meta: DataMeta, found: Reference, dtype: Dtype) ->
     count = meta.train_documents + meta.val_documents
     if len(content) != (size := count * 2 * _DTYPE.itemsize):
         raise DataError(
-            f"{path}: has {len(content):,} bytes, but {count:,} pairs need {size:,}. Compute the "
-            f"file again with: {again}"
+            f"{path}: the file has {len(content):,} bytes, but {count:,} pairs need {size:,}. "
+            f"Compute the file again with: {again}"
         )
     return np.frombuffer(content, dtype=_DTYPE).astype(np.float64).reshape(-1, 2)
 

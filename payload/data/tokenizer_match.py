@@ -89,7 +89,7 @@ def require_same_tokens(
     """Raise `error` if the tokenizer of the model in `folder` differs from the tokenizer of the
     data.
 
-    The arguments have the same meaning as in `require_same_tokenizer`.
+    For the arguments, see `require_same_tokenizer`.
     """
     require_same_tokenizer(
         meta, data=data, folder=folder, init=init, settings=settings, error=error

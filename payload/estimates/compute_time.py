@@ -53,9 +53,9 @@ def compute_time(
 ) -> ComputeTime:
     """Predict the compute time of a step, given the peak of `cores` cores together.
 
-    `tokens` has the same meaning as in `step_flops`. With the measurement `layers`, the time has
-    three terms: matmuls at the peak, elements between the matmuls, and weights in each micro-batch.
-    Without `layers`, the time follows from a typical MFU. On GPUs, `cores` has no effect.
+    For `tokens`, see `step_flops`. With the measurement `layers`, the time has three terms: matmuls
+    at the peak, elements between the matmuls, and weights in each micro-batch. Without `layers`,
+    the time follows from a typical MFU. On GPUs, `cores` has no effect.
     """
     flops = step_flops(config, spec, tokens=tokens)
     share = config.typical_mfu(spec, core_flops_per_s=peak_flops_per_s / cores)

@@ -73,8 +73,8 @@ def step_time(
 
     Ranks exchange during the last micro-batch's backward pass. A bucket's all-reduce begins when
     the bucket is full and the previous all-reduce is done; after the backward pass, the step waits
-    for the remaining all-reduces. `tokens` is the number of tokens in a micro-batch of all ranks,
-    as in `buckets`.
+    for the remaining all-reduces. `tokens` is the number of tokens in a micro-batch of all ranks;
+    see `buckets`.
     """
     if network.ranks == 1:
         return StepTime(compute_s=compute_s, exchange_s=0.0, exposed_s=0.0, busy_s=0.0)

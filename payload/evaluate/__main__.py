@@ -287,8 +287,8 @@ def _num_blocks(blocks: Blocks, *, max_tokens: int | None) -> int:
     length, count = blocks.sequence_length, blocks.num_blocks()
     if blocks.num_full_blocks() < 1:
         raise DataError(
-            f"{blocks.path}: has fewer than the {length + 1:,} tokens that a block of {length:,} "
-            "needs. Use a shorter --sequence-length, or prepare more text."
+            f"{blocks.path}: the file has fewer than the {length + 1:,} tokens that a block of "
+            f"{length:,} needs. Use a shorter --sequence-length, or prepare more text."
         )
     if max_tokens is None:
         return count

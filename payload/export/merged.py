@@ -108,8 +108,8 @@ class MergedWeights(WeightFiles):
         linear.weight = placeholder
         if not bool(merged.isfinite().all()):
             raise CheckpointError(
-                f"{self._folder}: {name} with the adapter has NaN or infinity. Use another "
-                "checkpoint."
+                f"{self._folder}: merging the adapter into {name} produces NaN or infinity. Use "
+                "another checkpoint."
             )
         self._rounding.add(plain, merged)
         return merged.t() if self._is_transposed else merged

@@ -196,10 +196,11 @@ def _tokens(
     largest = max([*model.vocab.values(), *(token.id for token in added)], default=0)
     if largest >= rows:
         raise CheckpointError(
-            f"{path}: has token {largest}, but the model's embedding has {rows} rows. {_OWN}"
+            f"{path}: the largest token id is {largest}, but the model's embedding has {rows} "
+            f"rows. {_OWN}"
         )
     if (smallest := min(model.vocab.values(), default=0)) < 0:
-        raise CheckpointError(f"{path}: has a negative token id, {smallest}. {_OWN}")
+        raise CheckpointError(f"{path}: the token id {smallest} is negative. {_OWN}")
     for text, row in model.vocab.items():
         texts[row] = text
         kinds[row] = TokenKind.NORMAL
@@ -308,7 +309,7 @@ _Around = tuple[tuple[int, ...], tuple[int, ...]]
 def _special_tokens(
     folder: Path, texts: Sequence[str], *, eos: int | None
 ) -> tuple[dict[str, int], _Around, Mapping[str, Any]]:
-    """Return the special tokens, the tokens around a text, and the parsed config.
+    """Return three values: special tokens, the tokens added around a text, and the parsed config.
 
     The special tokens are bos, eos, unk and pad, determined as in `prepare`.
     Raises DataError.

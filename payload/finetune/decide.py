@@ -234,7 +234,7 @@ def _parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         name = f"{section}.{key}"
         if name in _DEDICATED_FLAGS:
             raise ConfigError(
-                f"--set {shown(override)}: set by {_DEDICATED_FLAGS[name]}. Use that option."
+                f"--set {shown(override)}: {name} has its own option. Use {_DEDICATED_FLAGS[name]}."
             )
         found[name] = _to_plain(getattr(getattr(typed, section), key))
     return found

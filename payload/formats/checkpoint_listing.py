@@ -216,7 +216,7 @@ def listing_problem(manifest: Manifest) -> str | None:
     is_adapter = any(name in manifest.files for name in ADAPTER_FILES)
     needed = (*(ADAPTER_FILES if is_adapter else MODEL_FILES), *NEEDED_FILES)
     missing = next((name for name in needed if name not in manifest.files), None)
-    return None if missing is None else f"{MANIFEST_FILE}: does not list {missing}."
+    return None if missing is None else f"{MANIFEST_FILE}: the manifest does not list {missing}."
 
 
 def checkpoint_config(folder: Path) -> str | None:
@@ -270,7 +270,7 @@ def _file_problem(path: Path, entry: ManifestEntry) -> str | None:
             return f"{path.name}: missing."
         size = path.stat().st_size
         if size != entry.bytes:
-            return f"{path.name}: has {size} bytes, but the manifest lists {entry.bytes}."
+            return f"{path.name}: the file has {size} bytes, but the manifest lists {entry.bytes}."
         if sha256_of(path) != entry.sha256:
             return f"{path.name}: its SHA-256 differs from the one in the manifest."
     except OSError as error:

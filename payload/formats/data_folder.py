@@ -450,6 +450,6 @@ def _check_size(folder: Path, name: str, expected: DataFile, *, source: str) -> 
         ) from None
     if status.st_size != expected.bytes:
         raise DataError(
-            f"{folder / name}: has {status.st_size:,} bytes, but meta.json lists "
+            f"{folder / name}: the file has {status.st_size:,} bytes, but meta.json lists "
             f"{expected.bytes:,}. {prepare_again_hint(folder, source=source)}"
         )

@@ -80,9 +80,9 @@ def is_ambiguous(text: str) -> bool:
 def require_one_meaning(
     text: str, *, setting: str, kind: Literal["model", "dataset"], error: type[TileforgeError]
 ) -> None:
-    """Raise `error` if `text` names a local folder and could also name a `kind` on the hub.
+    """Raise `error` if `text` is a local folder and could also be a name on the hub.
 
-    `text` is the value of `setting`.
+    The message names `setting`, which has the value `text`, and the `kind` of the hub's repository.
     """
     if not is_ambiguous(text):
         return

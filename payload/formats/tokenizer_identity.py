@@ -65,7 +65,7 @@ def identity_of(tokenizer: Mapping[str, Any]) -> TokenizerIdentity:
             pipeline_sha256=_hash(canonical_parts(tokenizer)),
         )
     except RecursionError:
-        raise DataError(f"{TOKENIZER_FILE}: is nested too deeply. {_FIX}") from None
+        raise DataError(f"{TOKENIZER_FILE}: the JSON is nested too deeply. {_FIX}") from None
 
 
 def _vocabulary_sha256(tokenizer: Mapping[str, Any]) -> str:
@@ -273,7 +273,7 @@ def parse_tokenizer(
     """
     raw = parse_json(content, where=where, fix=_FIX, error=error)
     if not isinstance(raw, dict) or not isinstance(raw.get("model"), dict):
-        raise error(f"{where}: has no model, so it is not a tokenizer.json. {_FIX}")
+        raise error(f"{where}: the key 'model' is missing, so this is not a tokenizer.json. {_FIX}")
     require_bounded(raw, where=where, error=error)
     return raw
 

@@ -27,8 +27,8 @@ def require_bounded(raw: Mapping[str, Any], *, where: str, error: type[Tileforge
             growth *= _growth(step)
         if growth > _MAX_GROWTH:
             raise error(
-                f"{where}: its {part} can make a text {growth:.0f} times as long, above "
-                f"{_MAX_GROWTH}. {_FIX}"
+                f"{where}: its {part} can make a text {growth:.0f} times as long; at most "
+                f"{_MAX_GROWTH} times is allowed. {_FIX}"
             )
 
 

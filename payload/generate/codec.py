@@ -77,8 +77,8 @@ def _require_gpt2(folder: Path) -> None:
         folder, vocabulary_sha256=GPT2_SHA256, added=added, error=CheckpointError
     ):
         raise CheckpointError(
-            f"{folder}: has {name}, which is not GPT-2's, but no {TOKENIZER_FILE}. Make it with: "
-            f"{write_tokenizer_again(folder)}"
+            f"{folder}: {TOKENIZER_FILE} is missing, and {name} is not GPT-2's. Write "
+            f"{TOKENIZER_FILE} with: {write_tokenizer_again(folder)}"
         )
 
 

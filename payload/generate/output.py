@@ -137,7 +137,7 @@ class JsonOutput:
         self._write = write
 
     def update(self) -> None:
-        """Show nothing: the object is printed by `end`."""
+        """Do nothing, because `end` prints the JSON object with all samples."""
 
     def end(self) -> None:
         """Show all samples."""

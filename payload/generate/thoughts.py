@@ -61,7 +61,10 @@ class Thoughts:
 
 
 def learn_thoughts(template: ChatTemplate, variables: Mapping[str, Any]) -> Thoughts:
-    """Return how `template` writes thoughts. Raises DataError if it rejects a user's message."""
+    """Return how `template` writes thoughts.
+
+    Raises DataError if the template rejects a user's message.
+    """
     question: Message = {"role": "user", "content": "probe"}
 
     def render(messages: Sequence[Message], *, is_prompt: bool = False) -> str:

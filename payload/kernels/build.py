@@ -184,7 +184,7 @@ def _run_compiler(command: Sequence[str], folder: str) -> None:
 
 
 def _fingerprint(sources: Sequence[Path], target: Sequence[str]) -> str:
-    """Return a hash of all inputs of the build: different machines may share a home folder."""
+    """Return a hash of all inputs of the build, because machines may share a home folder."""
     digest = hashlib.sha256()
     for path in (*sources, *(Path(__file__).parent / each for each in _HEADERS)):
         digest.update(path.read_bytes())

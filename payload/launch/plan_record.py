@@ -104,5 +104,5 @@ def rank_program(*, python: str, run_dir: Path) -> tuple[str, ...]:
 
 
 def rank_arguments(run_dir: Path) -> tuple[str, ...]:
-    """Return the arguments for Python on a rank. They run the wrapper that starts the trainer."""
+    """Return the arguments with which Python runs a rank's wrapper, which starts the trainer."""
     return ("-m", "payload.supervise.rank", "--run-dir", str(run_dir))

@@ -131,5 +131,5 @@ def typical_core_flops_per_s(
 
 
 def table_source(cpu: CpuClass | None) -> str:
-    """Return text that names this table as the source of a speed, with the CPU's class."""
+    """Return text which says that a speed comes from this table, and names the CPU's class."""
     return f"from a table for CPUs with {CPU_NAMES[cpu or _COMMON_CLASS]}"

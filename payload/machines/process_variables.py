@@ -25,7 +25,7 @@ _SPIN_COUNT = 3000
 
 
 def tuned_malloc() -> dict[str, str]:
-    """Return the variables that make glibc keep freed memory, as `launch.malloc = "tuned"`."""
+    """Return the variables with which glibc keeps freed memory (`launch.malloc = "tuned"`)."""
     return {"GLIBC_TUNABLES": _TUNED}
 
 

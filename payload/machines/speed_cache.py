@@ -93,7 +93,10 @@ def torch_version() -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpeed:
-    """Measured times of a rank's layers in addition to the matmuls at the GEMM peak."""
+    """Measured times that a rank's layers take besides their matmuls.
+
+    The matmuls are assumed to run at the GEMM peak.
+    """
 
     threads: int = checked(low=1, high=2**20)
     """Threads of each rank. The ranks of all cores were measured at the same time."""
@@ -105,7 +108,7 @@ class LayerSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpeed:
-    """The measured speed of a rank, in addition to the GEMM peak."""
+    """The measured speeds of a rank other than its GEMM peak."""
 
     update_core_s: float
     """Seconds per weight and core of AdamW's update, as in `MachineSpeed`."""

@@ -327,7 +327,7 @@ class AdaptedSpec(WrappedSpec):
         return tuple(sizes)
 
     def num_saved_params(self) -> int:
-        """Return the number of the adapter's weights: a checkpoint does not contain the base."""
+        """Return the number of the adapter's weights; a checkpoint does not contain the base."""
         return self.num_trainable_params()
 
     def summary(self) -> str:
@@ -375,7 +375,10 @@ class AdaptedSpec(WrappedSpec):
         return _chosen(self.targets, self.base)
 
     def _token_rows(self) -> list[int]:
-        """Return the sizes of the trained rows: one for the embedding, one for a separate head."""
+        """Return the number of weights in the trained rows of each matrix.
+
+        The matrices are the embedding and, if it is separate, the output head.
+        """
         if not self.tokens:
             return []
         return [len(self.tokens) * self.width()] * (1 if self.is_tied() else 2)

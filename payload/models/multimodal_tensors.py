@@ -88,7 +88,7 @@ def split_tensors(headers: Mapping[str, TensorHeader], *, where: str) -> WholeTe
             copied[name] = header
     if not copied:
         raise CheckpointError(
-            f"{where}: has no tensor outside the text model, but its {CONFIG_FILE} describes a "
+            f"{where}: no tensor is outside the text model, but {CONFIG_FILE} describes a "
             f"multimodal model. Use the complete checkpoint, or the text model's own {CONFIG_FILE}."
         )
     return WholeTensors(names=names, text=text, copied=copied, left_out=left_out)

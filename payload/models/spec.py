@@ -335,7 +335,10 @@ class ModelSpec(ABC):
         return ()
 
     def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
-        """Return the other parameters that an adapter can target; empty if unknown."""
+        """Return the parameters outside the linears that an adapter can target.
+
+        Empty if the modules are unknown.
+        """
         return ()
 
     def expert_params(self) -> int:

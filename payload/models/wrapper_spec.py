@@ -44,7 +44,7 @@ class WrappedSpec(ModelSpec):
         return self.base.linears()
 
     def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
-        """Return the base's other parameters that an adapter can target."""
+        """Return the base's parameters outside the linears that an adapter can target."""
         return self.base.parameters_beside_linears()
 
     def expert_params(self) -> int:

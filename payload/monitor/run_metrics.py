@@ -300,7 +300,7 @@ class RunMetrics:
         return None
 
     def _step_unix(self, state: RunState) -> float:
-        """Return the Unix time of the end of the last step; if the last start is later, of that
+        """Return the later of two Unix times: the end of the last step, and the run's last
         start."""
         last = self._curve.step.get("time_unix") if self._curve.step else None
         return max(state.started_unix, last if isinstance(last, int | float) else 0.0)

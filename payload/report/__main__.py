@@ -145,7 +145,7 @@ def _report(arguments: argparse.Namespace) -> None:
         return
     if arguments.compare:
         if len(runs) < 2:
-            raise UsageError(f"compare {names[0]}: is only one run. Name two or more to compare.")
+            raise UsageError(f"compare {names[0]}: this is only one run. Name two or more runs.")
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         with elapsed_line(f"reading {len(runs)} runs"):
             table = comparison(runs, width=width)

@@ -180,7 +180,7 @@ class _Rows:
 
 
 def _order(row: Row) -> int:
-    """Return the position of a row in the run: an evaluation comes after its step."""
+    """Return the position of a row in the run; an evaluation comes after its step."""
     return 2 * int(row["step"]) + ("val_loss" in row)
 
 

@@ -25,7 +25,7 @@ class CheckpointWatch:
     def is_progressing(self) -> bool:
         """Return True if rank 0 is saving a checkpoint and its heartbeat has not stalled.
 
-        Call this often: the time since the last change is measured between calls.
+        Call this often, because a change of the heartbeat is noticed only during a call.
         """
         progress = _rank_0(self._paths)
         if progress is None or progress.phase not in SAVING_PHASES:

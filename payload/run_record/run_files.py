@@ -443,7 +443,7 @@ def latest_folder(runs_dir: Path) -> Path | None:
 
 
 def point_latest_at(paths: RunPaths) -> None:
-    """Point the symlink `latest` at this run. A newer target stays. Raises OSError."""
+    """Point the symlink `latest` at this run, unless it points at a newer run. Raises OSError."""
     link = paths.root.with_name(LATEST)
     current = RunPaths(link).plan
     if current.exists() and current.stat().st_mtime_ns > paths.plan.stat().st_mtime_ns:

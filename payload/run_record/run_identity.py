@@ -148,11 +148,12 @@ def require_same_run(
     is_owner = own.store_token is not None and own.store_token == found.store_token
     if found.identity is None and is_owner:
         return
-    why = "these are two runs of one name"
+    why = "these are two runs with the same name"
     if own.identity is None or found.identity is None:
         why = "nothing shows that these are the same run"
     raise ConfigError(
-        f"{place} has run identity {own.words()}, but {other} has {found.words()}: {why}. {fix}"
+        f"{place} contains identity {own.words()}, but {other} contains {found.words()}: {why}. "
+        f"{fix}"
     )
 
 

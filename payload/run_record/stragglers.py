@@ -163,7 +163,7 @@ class StragglerWatch:
         return self._measured(first)
 
     def _difference_s(self, rank: int) -> float:
-        """Return the median difference in work time to the other ranks in the recent rows."""
+        """Return how much longer this rank works than the others: the median over recent rows."""
         return statistics.median(each.work[rank] - each.others[rank] for each in self._rows)
 
     def _measured(self, straggler: Straggler) -> Straggler:

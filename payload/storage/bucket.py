@@ -161,7 +161,9 @@ class BucketStore:
         with self._plainly(f"reading {self.address.under(name)}"):
             _read_again(partial(blob.reload, timeout=self._timeout, retry=self._retry()))
             if blob.size > SMALL_BYTES:
-                raise TooLargeError(f"{self.address.under(name)}: is too large ({blob.size} bytes)")
+                raise TooLargeError(
+                    f"{self.address.under(name)}: the object is too large ({blob.size} bytes)"
+                )
             content = io.BytesIO()
             blob.download_to_file(
                 content,
@@ -183,7 +185,7 @@ class BucketStore:
             size, generation = int(blob.size), blob.generation
             if size > most_bytes:
                 raise TooLargeError(
-                    f"{self.address.under(name)}: has more than {most_bytes:,} bytes"
+                    f"{self.address.under(name)}: the object has more than {most_bytes:,} bytes"
                 )
             for start in range(0, size, _PART_BYTES):
                 end = min(size, start + _PART_BYTES)
@@ -227,7 +229,7 @@ class BucketStore:
             return
 
     def tidy(self) -> None:
-        """Do nothing: a bucket hides incomplete uploads, and removes them after a week."""
+        """Do nothing, because a bucket hides incomplete uploads, and removes them after a week."""
 
     def _client(self) -> Any:
         # The sessions of requests are not thread-safe.
@@ -332,7 +334,7 @@ def _crc32c(content: BinaryIO) -> str:
 
 
 def _described(error: Exception) -> str:
-    """Return an error as one short line: the client's text includes request and response."""
+    """Return an error as one short line, without the request and response in the client's text."""
     cause: BaseException = getattr(error, "cause", None) or error.__cause__ or error
     # The query of an upload's URL allows anyone to write.
     return one_line(_QUERY.sub("?...", f"{type(cause).__name__}: {cause}"))

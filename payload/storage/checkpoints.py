@@ -303,7 +303,7 @@ def _require_sizes(store: StoreReader, manifest: Manifest, prefix: str) -> None:
     stored = {entry.name: entry.bytes for entry in store.entries(prefix)}
     for name, entry in manifest.files.items():
         if name == TRAINER_FILE and entry.bytes > SMALL_BYTES:
-            raise CheckpointError(f"{name}: is too large ({entry.bytes} bytes)")
+            raise CheckpointError(f"{name}: the file is too large ({entry.bytes} bytes)")
         size = stored.get(f"{prefix}{name}")
         if size != entry.bytes:
             found = "missing" if size is None else f"{size} bytes"
@@ -324,7 +324,9 @@ def _require_room(store: StoreReader, name: str, size: int, checkpoints: Path) -
     least = min((sum(each.bytes for each in objects[other]) for other in others), default=size)
     needs = f"the checkpoint needs {size / 1e9:,.2f} GB, but {free / 1e9:,.2f} GB are free"
     if size > 2 * least:
-        raise CheckpointError(f"{needs}; another checkpoint of the run has {least / 1e9:,.2f} GB")
+        raise CheckpointError(
+            f"{needs}; another checkpoint of the run needs only {least / 1e9:,.2f} GB"
+        )
     raise PreflightError(
         f"{store.address.under(f'{CHECKPOINTS_NAME}/{name}')}: {needs}. Free disk space."
     )
@@ -351,7 +353,7 @@ def _fetch_file(store: StoreReader, name: str, path: Path, entry: ManifestEntry)
                 store.fetch(name, file, most_bytes=entry.bytes, progressed=lambda: None)
             except TooLargeError:
                 raise CheckpointError(
-                    f"{path.name}: is larger than the {entry.bytes} bytes in the manifest"
+                    f"{path.name}: the file is larger than the {entry.bytes} bytes in the manifest"
                 ) from None
             file.flush()
             os.fsync(file.fileno())

@@ -252,7 +252,7 @@ class FolderStore:
 
 
 def _too_large(path: Path, most_bytes: int) -> TooLargeError:
-    return TooLargeError(f"{path}: has more than {most_bytes:,} bytes")
+    return TooLargeError(f"{path}: the file has more than {most_bytes:,} bytes")
 
 
 def _refused(error: OSError, path: Path) -> OSError | StoreRefusedError:

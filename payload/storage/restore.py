@@ -124,7 +124,7 @@ def _require_same_store(store: StoreReader, paths: RunPaths, *, local: Path | No
     had = before.checkpoint if before and before.address == str(store.address) else None
     if local is None or had is not None:
         raise StoreError(
-            f"{store.address}: no run found{f', although it had {had}' if had else ''}. "
+            f"{store.address}: no run found{f', although {had} was stored there' if had else ''}. "
             "If the store is a folder that must be mounted, mount this folder."
         )
 

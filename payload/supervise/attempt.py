@@ -129,7 +129,8 @@ class Attempt:
     def reached_step(self) -> int | None:
         """Return the last step that this attempt has reached; None without any heartbeat.
 
-        metrics.jsonl is also read, because the last heartbeat may be half a second older.
+        metrics.jsonl is also read, because its last row can be newer than the last heartbeat, by up
+        to half a second.
         """
         finished = self._step_times.reached_step(began_at=self.began_at_step())
         return max((s for s in (finished, self._beats.steps()) if s is not None), default=None)
@@ -304,7 +305,7 @@ class Attempt:
 
 
 def _explanation(nodes: Sequence[NodeHeartbeat]) -> Verdict | None:
-    """Return a verdict if nodes did not answer at the end: these nodes explain the lost ranks."""
+    """Return a verdict if nodes did not answer at the end, because that explains lost ranks."""
     silent = [beat for beat in nodes if beat.quiet_s >= SILENT_S]
     lost = [beat for beat in silent if beat.unreachable_s is not None]
     if lost:

@@ -227,9 +227,9 @@ def _checkpoint_to_resume(paths: RunPaths) -> Path | None:
     own = known_identity(paths).identity
     if recorded not in (None, own):
         raise CheckpointError(
-            f"{newest}: the checkpoint has run identity {recorded}, but {paths.identity} has "
-            f"{own}: these are two runs of one name. Move the checkpoint away, or start a new run "
-            "with model.init set to this checkpoint."
+            f"{newest}: the checkpoint belongs to the run with identity {recorded}, but "
+            f"{paths.identity} contains {own}: these are two runs with the same name. Move the "
+            "checkpoint away, or start a new run with model.init set to this checkpoint."
         )
     return newest
 

@@ -99,7 +99,7 @@ class SummaryFile:
         self._wall_s = wall_s
 
     def _try_to_write(self) -> None:
-        """Write the summary and ignore write errors: a full disk must not end the run early."""
+        """Write the summary; ignore write errors, because a full disk must not end the run."""
         with contextlib.suppress(OSError):
             self._write()
 

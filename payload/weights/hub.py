@@ -213,7 +213,7 @@ class _Hub:
             return None
 
     def _is_whole(self, folder: Path, *, weights: bool) -> bool:
-        """Return True if an earlier download is complete: the folder has all files."""
+        """Return True if an earlier download is complete, that is, if the folder has all files."""
         try:
             needed = weight_files(folder) if weights else ()
             self._hub.snapshot_download(

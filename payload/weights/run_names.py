@@ -87,7 +87,7 @@ def _has_run_files(folder: Path) -> bool:
 
 @cache
 def _log_once(text: str) -> None:
-    """Log a warning once for each process: a command resolves the same name several times."""
+    """Log a warning once for each process, because a command resolves a name several times."""
     log.warning(text)
 
 

@@ -25,43 +25,43 @@ _NEW = "<new>"
 REFUSED: dict[str, tuple[Files, str]] = {
     "added_tokens.json": (
         {"added_tokens.json": {_NEW: 300}},
-        r"added_tokens\.json has '<new>' as token 300, .* not an added token: its text becomes \[",
+        r"added_tokens\.json declares '<new>' as token 300, .* no such added token, .* text as \[",
     ),
     "a list": (
         {"tokenizer_config.json": {"additional_special_tokens": [START, _NEW]}},
-        "additional_special_tokens of tokenizer_config.json has '<new>'",
+        "additional_special_tokens of tokenizer_config.json declares '<new>'",
     ),
     "a list of objects": (
         {"special_tokens_map.json": {"extra_special_tokens": [{"content": _NEW, **_FLAGS}]}},
-        "extra_special_tokens of special_tokens_map.json has '<new>'",
+        "extra_special_tokens of special_tokens_map.json declares '<new>'",
     ),
     "a named one": (
         {"tokenizer_config.json": {"unk_token": _NEW}},
-        "unk_token of tokenizer_config.json has '<new>'",
+        "unk_token of tokenizer_config.json declares '<new>'",
     ),
     "one that is a word": (
         {"tokenizer_config.json": {"cls_token": "the"}},
-        "cls_token of tokenizer_config.json has 'the'",
+        "cls_token of tokenizer_config.json declares 'the'",
     ),
     "further named ones": (
         {"tokenizer_config.json": {"extra_special_tokens": {"image_token": _NEW}}},
-        "image_token of tokenizer_config.json has '<new>'",
+        "image_token of tokenizer_config.json declares '<new>'",
     ),
     "the decoder": (
         {"tokenizer_config.json": {"added_tokens_decoder": {"300": {**_OBJECT, "content": _NEW}}}},
-        "added_tokens_decoder of tokenizer_config.json has '<new>' as token 300",
+        "added_tokens_decoder of tokenizer_config.json declares '<new>' as token 300",
     ),
     "another number": (
         {"added_tokens.json": {START: 7}},
-        "has '<|im_start|>' as token 7, but in tokenizer.json it is token 0",
+        "declares '<|im_start|>' as token 7, but tokenizer.json lists it as token 0",
     ),
     "another number in the decoder": (
         {"tokenizer_config.json": {"added_tokens_decoder": {"1": _OBJECT}}},
-        "has '<|im_start|>' as token 1, but in tokenizer.json it is token 0",
+        "declares '<|im_start|>' as token 1, but tokenizer.json lists it as token 0",
     ),
     "another flag": (
         {"tokenizer_config.json": {"added_tokens_decoder": {"0": {**_OBJECT, "lstrip": True}}}},
-        "with lstrip = True, but in tokenizer.json it is False",
+        "with lstrip = True, but tokenizer.json has lstrip = False",
     ),
 }
 ORDINARY: dict[str, Files] = {
@@ -171,7 +171,7 @@ def test_numbers_that_the_package_ignores_are_refused(folder: Path) -> None:
     raw["model"]["vocab"] = {word: n for n, word in enumerate(raw["model"]["vocab"])}
     raw["added_tokens"][0]["id"], raw["added_tokens"][1]["id"] = 299, 298
     path.write_text(json.dumps(raw))
-    with pytest.raises(DataError, match=r"added_tokens has '<\|im_start\|>' as token 299, "):
+    with pytest.raises(DataError, match=r"added_tokens declares '<\|im_start\|>' as token 299, "):
         load_hf_tokenizer(str(folder))
     raw["added_tokens"][0]["id"], raw["added_tokens"][1]["id"] = 298, 299
     path.write_text(json.dumps(raw))

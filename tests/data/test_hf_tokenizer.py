@@ -299,10 +299,10 @@ def test_a_damaged_tokenizer_of_the_data_is_noticed(tmp_path: Path) -> None:
     ("name", "content", "said"),
     [
         ("tokenizer.json", b"{", "not JSON"),
-        ("tokenizer.json", b"[]", "has no model"),
+        ("tokenizer.json", b"[]", "the key 'model' is missing"),
         ("tokenizer.json", b'{"model": {"type": "Martian"}}', "cannot be loaded"),
         ("tokenizer.json", b"[" * 100_000, "nested too deeply"),
-        ("tokenizer.json", None, "but no tokenizer.json. Make it with"),
+        ("tokenizer.json", None, "Write tokenizer.json with: "),
         ("tokenizer_config.json", None, "no eos_token in tokenizer_config.json"),
         ("tokenizer_config.json", b"7", "expected an object, got 7"),
         ("tokenizer_config.json", b'{"eos_token": "<gone>"}', "'<gone>' is not in tokenizer.json"),
@@ -371,5 +371,5 @@ def test_a_file_of_the_user_is_never_replaced(tmp_path: Path) -> None:
     done = run_here("prepare", "--source", "stdlib", "--tokenizer", folder, "--out", out)
 
     assert done.returncode == 10
-    assert "differs from the new one, and no earlier run of prepare wrote it" in done.stderr
+    assert "differs from the new one, and was not written by `prepare`" in done.stderr
     assert contents(out) == {"tokenizer.json": b"mine"}

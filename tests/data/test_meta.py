@@ -64,7 +64,7 @@ def test_unfinished_folder_says_so(folder: Path) -> None:
 
 def test_short_file_is_noticed_without_reading_it(folder: Path) -> None:
     (folder / "val.bin").write_bytes(b"12")
-    with pytest.raises(DataError, match=r"val\.bin: has 2 bytes, but meta\.json lists"):
+    with pytest.raises(DataError, match=r"val\.bin: the file has 2 bytes, but meta\.json lists"):
         load_meta(folder)
 
 

@@ -352,7 +352,7 @@ def test_a_text_that_is_repeated_in_the_messages_is_not_unread() -> None:
         ({"prompt": "a", "completion": "b", "history": [["c"]]}, r"history\[0\] is .* not a pair"),
         (
             {"messages": [{"role": "system", "content": "x"}, *turn("a", "b")], "system": "y"},
-            "system is 'y', but the messages begin with another system message",
+            "system is 'y', but the messages begin with the system message",
         ),
     ],
 )
@@ -451,11 +451,11 @@ def test_one_part_of_text_is_the_content() -> None:
         ({"from": "gpt", "value": "b", "content": "c"}, None),
         (
             {"role": "assistant", "content": [{"type": "text", "text": "b", "train": False}]},
-            "nothing reads train = False of a part",
+            "a part has train = False, which would be ignored",
         ),
         (
             {"role": "assistant", "content": [{"type": "text", "text": "b", "weight": 0}]},
-            "nothing reads weight = 0 of a part",
+            "a part has weight = 0, which would be ignored",
         ),
         (
             assistant(
@@ -477,8 +477,8 @@ def test_a_value_that_would_be_lost_is_refused(message: Any, problem: str | None
 @pytest.mark.parametrize(
     ("first", "second", "problem"),
     [
-        (assistant("hm", channel="analysis", weight=0), {}, "nothing reads 'the weight'"),
-        (assistant("hm", channel="analysis", tool_calls=[CALL]), {}, "nothing reads 'tool_calls'"),
+        (assistant("hm", channel="analysis", weight=0), {}, "has a weight, which"),
+        (assistant("hm", channel="analysis", tool_calls=[CALL]), {}, "the key 'tool_calls', which"),
         (assistant("hm", channel="analysis"), {"thinking": "no"}, "has a thought, and follows"),
         (assistant("I look.", channel="commentary"), {}, "without 'recipient'"),
     ],

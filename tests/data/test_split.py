@@ -59,7 +59,7 @@ def test_unknown_number_of_documents_is_split_by_a_keyed_hash() -> None:
     [
         (0, 0.5, "0 documents; training and validation need at least 2"),
         (1, 0.0005, "1 document; training and validation need at least 2"),
-        (3, 0.9, "leaves no training documents. Use a lower"),
+        (3, 0.9, "no training documents would remain of 3 documents. Use a lower"),
     ],
 )
 def test_too_few_documents_are_refused(documents: int, fraction: float, message: str) -> None:

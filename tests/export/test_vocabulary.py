@@ -208,8 +208,8 @@ def test_a_sentencepiece_tokenizer_with_other_steps_than_llama_cpps_is_refused(
 @pytest.mark.parametrize(
     ("number", "problem"),
     [
-        (ROWS, rf"has token {ROWS}, but the model's embedding has {ROWS} rows"),
-        (-1, "has a negative token id, -1"),
+        (ROWS, rf"the largest token id is {ROWS}, but the model's embedding has {ROWS} rows"),
+        (-1, "the token id -1 is negative"),
     ],
 )
 def test_a_token_without_a_row_is_named(number: int, problem: str, tmp_path: Path) -> None:

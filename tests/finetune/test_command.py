@@ -401,7 +401,7 @@ def test_a_signal_reaches_the_run_and_its_exit_code_is_the_command_s(
         (("--data", "nowhere.jsonl"), "--data nowhere.jsonl: file or folder not found"),
         (
             ("--data", "chats.jsonl", "--set", "data.dir=x"),
-            "data.dir=x': set by --out. Use that option",
+            "data.dir=x': data.dir has its own option. Use --out.",
         ),
         (("--data", "chats.jsonl", "--set", "train.stepz=3"), "Did you mean train.steps?"),
         (("--data", "chats.jsonl", "--set", "adapter.rank=4096"), "above the width"),

@@ -394,7 +394,7 @@ CASES = {
     ),
     "text without its towers": Case(
         config(model_type="llava", text_config=CONFIG),
-        "{model}: has no tensor outside the text model, but its config.json describes a multimodal "
+        "{model}: no tensor is outside the text model, but config.json describes a multimodal "
         "model. Use the complete checkpoint, or the text model's own config.json.",
     ),
     "a multimodal model without text": Case(

@@ -169,7 +169,7 @@ def test_a_whole_data_folder_passes(tmp_path: Path) -> None:
         ),
         (
             lambda folder: (folder / "val.bin").write_bytes(b"1"),
-            r"val\.bin: has 1 bytes, but meta\.json lists 20",
+            r"val\.bin: the file has 1 bytes, but meta\.json lists 20",
         ),
     ],
 )

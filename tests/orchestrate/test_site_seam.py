@@ -166,7 +166,7 @@ def test_a_slurm_inventory_is_for_the_job_that_it_was_read_in(tmp_path: Path) ->
     inventory = make_inventory(num_nodes=2)
     text = replace(inventory, source="slurm", access=Access(kind="slurm")).to_json()
     (tmp_path / "inventory.json").write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"every job gets other nodes"):
+    with pytest.raises(ConfigError, match=r"each job runs on different nodes"):
         load_cluster(str(tmp_path / "inventory.json"), env={})
 
 

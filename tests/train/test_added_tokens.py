@@ -290,7 +290,7 @@ def test_a_vocabulary_with_a_table_of_experts_cannot_grow(
     ("texts", "task", "code", "problem"),
     [
         ((" ",), "text", 10, "is empty or has blanks at an end"),
-        (("a",), "text", 10, "as part of plain text"),
+        (("a",), "text", 10, "this text is already an ordinary token"),
         (("<|a|>",), "preference", 2, "is not supported with --task preference"),
     ],
 )

@@ -45,7 +45,7 @@ def test_a_run_has_one_identity_and_refuses_another_run_s_checkpoint(
     own, other = known_identity(mine).identity, known_identity(theirs).identity
     assert own is not None and other is not None and own != other
     shutil.copytree(theirs.checkpoint(2), mine.checkpoint(2))
-    with pytest.raises(CheckpointError, match=f"{other}.*{own}.*two runs of one name"):
+    with pytest.raises(CheckpointError, match=f"{other}.*{own}.*two runs with the same name"):
         train_alone(mine.root, tiny_config, "train.steps=3")
     shutil.rmtree(mine.checkpoint(2))
     train_alone(mine.root, tiny_config, "train.steps=3")

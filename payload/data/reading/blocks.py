@@ -238,9 +238,9 @@ class TokenData:
         )
         if train.num_full_blocks() < 1:
             raise DataError(
-                f"{train.path}: has {len(train.tokens)} tokens, fewer than data.sequence_length + "
-                f"1 = {sequence_length + 1}. Use a shorter data.sequence_length or prepare more "
-                "text."
+                f"{train.path}: the file has {len(train.tokens)} tokens, fewer than "
+                f"data.sequence_length + 1 = {sequence_length + 1}. Use a shorter "
+                "data.sequence_length or prepare more text."
             )
         return cls(folder=folder, meta=meta, train=train, val=val)
 
@@ -250,7 +250,7 @@ def open_tokens(path: Path, *, meta: DataMeta, sequence_length: int) -> TokenBlo
     file = meta.files[path.name]
     dtype = np.dtype(meta.dtype).newbyteorder("<")
     if file.bytes < 2 * dtype.itemsize:
-        raise DataError(f"{path}: has fewer than two tokens. Prepare more text.")
+        raise DataError(f"{path}: the file has fewer than two tokens. Prepare more text.")
     return TokenBlocks(
         path=path,
         tokens=np.memmap(path, dtype=dtype, mode="r"),

@@ -124,7 +124,7 @@ def near_columns(columns: Iterable[str]) -> str:
 
 
 def chat_formats() -> str:
-    """Return the formats of conversations as a list for messages."""
+    """Return text for error messages that lists the columns of each conversation format."""
     return "; ".join(", ".join(each.required()) for each in CHAT_FORMATS)
 
 

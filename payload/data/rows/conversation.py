@@ -17,7 +17,7 @@ list of parts. Further keys, such as `tool_calls`, `tool_call_id`, `name`, `reas
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """The messages of a row, and which of them are trained."""
+    """The messages of a row, and for each message whether the model is trained on it."""
 
     messages: tuple[Message, ...]
     trained: tuple[bool, ...]

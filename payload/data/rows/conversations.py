@@ -173,8 +173,8 @@ def with_system(row: Mapping[str, Any], found: MessageList) -> MessageList:
         )
     if first["content"] != text:
         raise BadConversationError(
-            f"{column} is {shown(text)}, but the messages begin with another system message, "
-            f"{shown(first['content'])}. Remove one of them, or use --ignore-key {column}."
+            f"{column} is {shown(text)}, but the messages begin with the system message "
+            f"{shown(first['content'])}. Remove one of the two, or use --ignore-key {column}."
         )
     return found
 
@@ -185,7 +185,7 @@ def _context(row: Mapping[str, Any], form: RowFormat) -> str | None:
 
 
 def _question_and_answer(row: Mapping[str, Any], form: RowFormat, answer: str) -> MessageList:
-    """Return the history, the question and the answer; the question is not trained."""
+    """Return the history, the question and the answer; the loss does not count the question."""
     found = _history(row.get(HISTORY))
     prompt = messages_of(row, form.question, "user").untrained()
     context = _context(row, form)
@@ -265,7 +265,7 @@ def documents_of(row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 
 def variables_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the variables of the template that the row sets. Raises BadConversationError."""
+    """Return the values in the row for the template's variables. Raises BadConversationError."""
     given = parsed(row.get(VARIABLES))
     if is_absent(given):
         return {}

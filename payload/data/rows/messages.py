@@ -143,7 +143,7 @@ def read_messages(given: object, column: str) -> MessageList:
             if any(key in message for key in THOUGHT_KEYS):
                 raise BadConversationError(
                     f"{where}: the message has a thought, and follows a message with channel "
-                    "'analysis'. Keep one of the two."
+                    "'analysis'. Remove the thought or that message."
                 )
             # The name of the key in the template of gpt-oss.
             message["thinking"] = "\n".join(thoughts)
@@ -165,9 +165,10 @@ def _analysis(message: Mapping[str, Any], where: str, *, is_trained: bool) -> st
     """
     lost = [key for key in message if key not in ("role", "content")]
     if lost or not is_trained:
+        unread = f"the key {lost[0]!r}" if lost else "a weight"
         raise BadConversationError(
-            f"{where}: nothing reads {lost[0] if lost else 'the weight'!r} of a message with "
-            "channel 'analysis', which is trained with its answer. Remove the key from the row."
+            f"{where}: a message with channel 'analysis' has {unread}, which would be ignored. The "
+            "message is trained together with the answer that follows. Remove the key from the row."
         )
     return require_text(message["content"], f"{where} content")
 
@@ -305,8 +306,9 @@ def _require_part_read(part: Mapping[str, Any], where: str) -> None:
         if key in TRAIN_KEYS and number_of(value) == 1:
             continue
         raise BadConversationError(
-            f"{where}: nothing reads {key} = {shown(value)} of a part. A message is trained as a "
-            f"whole or not at all. Split the message, or ignore the key with --ignore-key {key}."
+            f"{where}: a part has {key} = {shown(value)}, which would be ignored. A message is "
+            "trained as a whole or not at all. Split the message, or ignore the key with "
+            f"--ignore-key {key}."
         )
 
 

@@ -63,8 +63,8 @@ class RowSplits:
         if (valid or test) and not self._counts["train"]:
             raise DataError(
                 f"{label}: no row is for training: the column {shown(self._column)} declares "
-                f"{valid:,} validation and {test:,} test rows. To train them, ignore the column "
-                f"with --ignore-key {self._column}."
+                f"{valid:,} validation and {test:,} test rows. To train on these rows, ignore "
+                f"the column with --ignore-key {self._column}."
             )
 
     def survey(self, *, first_val: int | None, documents: int) -> Survey:

@@ -1,1 +1,1 @@
-"""Decides which rows are trained and how often: duplicates, the validation split and weights."""
+"""Decides which rows training uses and how often: duplicates, the validation split and weights."""

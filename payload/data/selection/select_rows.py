@@ -30,7 +30,7 @@ rows would otherwise lose its training rows."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixing:
-    """The options that decide how often a row is trained."""
+    """The options that decide how often the model is trained on a row."""
 
     inputs: tuple[str, ...]
     """The paths of --input; without --input, the kind of the source."""
@@ -114,7 +114,7 @@ def select_rows(
     *,
     classes: Numbers | None = None,
 ) -> RowSelection:
-    """Return how often each row is trained.
+    """Return how often the model is trained on each row.
 
     `groups` has the same number for duplicates. `inputs` has the index of each row's input.
     `classes` has the label of each row: no label may lose most of its training rows. Raises

@@ -131,13 +131,13 @@ class FileSplit:
 
 
 def default_val_fraction(documents: int | None) -> float:
-    """Return the default fraction of `documents` documents for validation.
+    """Return the default fraction of documents for validation.
 
-    None means that the number of documents is unknown.
+    `documents` is the number of documents; None means that the number is unknown.
 
-    Up to 1,000 documents, a tenth is for validation. From more documents, about 100 are chosen. The
-    fraction is never below `NANOGPT_VAL_FRACTION`. If the number is unknown, this constant is the
-    result.
+    Up to 1,000 documents, a tenth is for validation. With more than 1,000, about 100 documents are
+    for validation. The fraction is never below `NANOGPT_VAL_FRACTION`. If the number is unknown,
+    this constant is the result.
     """
     if documents is None:
         return NANOGPT_VAL_FRACTION
@@ -177,7 +177,7 @@ def choose_split(*, documents: int | None, val_fraction: float, seed: int) -> Sp
     num_val = math.ceil(val_fraction * documents)
     if num_val >= documents:
         raise DataError(
-            f"--val-fraction {val_fraction} of {documents} documents leaves no training "
+            f"--val-fraction {val_fraction}: no training documents would remain of {documents} "
             "documents. Use a lower value."
         )
     chosen = np.zeros(documents, dtype=np.bool_)

@@ -76,7 +76,10 @@ class SampleTokenizer:
         self.check.restore(state["check"])
 
     def tokens(self, samples: Sequence[RenderedSample]) -> list[tuple[_Tokens, _Trained]]:
-        """Return the tokens of each sample, and which of them are trained. Raises DataError."""
+        """Return each sample's tokens, and a mask of the tokens that the loss counts.
+
+        Raises DataError.
+        """
         found = self.tokenize(samples)
         ends = found.offsets[1:-1]
         return list(zip(np.split(found.tokens, ends), np.split(found.trained, ends), strict=True))[
@@ -84,7 +87,7 @@ class SampleTokenizer:
         ]
 
     def tokenize(self, samples: Sequence[RenderedSample]) -> TokenizedSamples:
-        """Return the tokens of all samples in one array, and which of them are trained.
+        """Return the tokens of all samples in one array, and a mask of those that the loss counts.
 
         Raises DataError, EncoderMismatchError.
         """

@@ -76,7 +76,7 @@ class WholeJob(Protocol):
         """The settings of the command line."""
 
     def make(self) -> PreparedData:
-        """Return the arrays and fields of the folder. Raises DataError."""
+        """Return the arrays of the data folder, and values for meta.json. Raises DataError."""
 
 
 def estimate_whole(job: WholeJob) -> tuple[str, Estimate]:

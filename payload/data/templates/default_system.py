@@ -26,10 +26,11 @@ def default_system_lines(template: ChatTemplate, variables: Mapping[str, Any]) -
 
 
 def default_system(template: ChatTemplate, variables: Mapping[str, Any]) -> str | None:
-    """Return the system message that the template adds if a row lacks a system message, or None.
+    """Return the system message that the template adds to a conversation without one.
 
-    The template also puts text around a system message, for example a date. Rendering a
-    conversation that has a system message shows this text, so the result does not include it.
+    Returns None if the template adds none. The template can also put text around a system message,
+    for example a date. This text is not part of the result. It is found by rendering a conversation
+    that has a system message.
     """
     user, system = {"role": "user", "content": _USER}, {"role": "system", "content": _SYSTEM}
     try:

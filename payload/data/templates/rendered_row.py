@@ -203,7 +203,10 @@ class RenderedRow:
         return None if text is None else without_marks(text)
 
     def _rejection(self, reason: str) -> RejectedError:
-        """Return the error for a rejected row. The error also names a left-out call."""
+        """Return the error for a row that the template rejects.
+
+        If the template leaves out the row's tool calls, the error says so.
+        """
         number = next((n for n, each in enumerate(self._messages) if each.get("tool_calls")), None)
         if number is None or not self._template.leaves_out_calls():
             return RejectedError(str(self._template.error(reason)))

@@ -21,7 +21,7 @@ class Turn:
 
     text: str
     spans: list[Span]
-    """Ranges of characters that are trained."""
+    """Ranges of the characters that the loss counts."""
     through: int
     """Offset at which the turn's stop token ends. The model is not trained on the text after it."""
 
@@ -239,8 +239,8 @@ class TurnFinder(RenderedRow):
         if texts[0] == texts[1]:
             raise DataError(
                 f"{self._template.where}: the template leaves out the documents, so training would "
-                "lose them. Choose a template with documents with --chat-template, or ignore them "
-                "with --ignore-key documents."
+                "lose them. Choose a template that renders documents (--chat-template), or ignore "
+                "the documents (--ignore-key documents)."
             )
 
     def _require_rendered(self, number: int, text: str, start: int) -> None:

@@ -33,7 +33,7 @@ class RenderedSample:
 
     text: str
     spans: list[Span]
-    """Ranges of characters that are trained, in order; each ends with a stop token."""
+    """Ranges of the characters that the loss counts, in order; each ends with a stop token."""
     literal: list[Span] = field(default_factory=list)
     """Ranges of special tokens from the row, which are encoded as text."""
     has_unmarked: bool = False

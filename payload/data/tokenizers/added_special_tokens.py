@@ -33,13 +33,13 @@ def with_special_tokens(
     for text in new:
         if not text or text != text.strip():
             raise DataError(
-                f"{_FLAG} {shown(text)}: is empty or has blanks at an end. Use a text such as "
-                "'<|tool|>'."
+                f"{_FLAG} {shown(text)}: the text is empty or has blanks at an end. Use a text "
+                "such as '<|tool|>'."
             )
         if text in vocabulary:
             raise DataError(
-                f"{_FLAG} {shown(text)}: is token {vocabulary[text]} of {path} already, as part of "
-                "plain text. Use another text."
+                f"{_FLAG} {shown(text)}: this text is already an ordinary token, "
+                f"{vocabulary[text]} of {path}. Use another text."
             )
     if not new:
         return content, ()

@@ -67,19 +67,21 @@ def require_declared_tokens(
     known = {token.content: (n, token) for n, token in backend.get_added_tokens_decoder().items()}
     for each in _declared(folder, files, raw):
         number, token = known.get(each.content, (None, None))
-        expected = "a token" if each.number is None else f"token {each.number}"
+        expected = "as a token" if each.number is None else f"as token {each.number}"
         if number is None:
-            found = f"not an added token: its text becomes {_encode_as_text(each.content, backend)}"
+            ids = _encode_as_text(each.content, backend)
+            found = f"has no such added token, and encodes the text as {ids}"
         elif each.number not in (None, number):
-            found = f"token {number}"
+            found = f"lists it as token {number}"
         elif flag := _first_different_flag(each.flags, token):
-            expected, found = f"with {flag} = {not getattr(token, flag)}", f"{getattr(token, flag)}"
+            value = getattr(token, flag)
+            expected, found = f"with {flag} = {not value}", f"has {flag} = {value}"
         else:
             continue
         raise DataError(
-            f"tokenizer {folder}: {each.where} has {shown(each.content)} as {expected}, but in "
-            f"{TOKENIZER_FILE} it is {found}. Correct one of the files, or write all of them "
-            f"again: {write_tokenizer_again(folder)}"
+            f"tokenizer {folder}: {each.where} declares {shown(each.content)} {expected}, but "
+            f"{TOKENIZER_FILE} {found}. Correct one of the files, or write all of them again: "
+            f"{write_tokenizer_again(folder)}"
         )
 
 
@@ -105,7 +107,7 @@ def _declared(
     """Yield the declared tokens that transformers reads."""
     for entry in raw.get("added_tokens") or ():
         # The package numbers new tokens in order and ignores their `id`.
-        yield from _parse_entry(entry, entry.get("id"), "its added_tokens")
+        yield from _parse_entry(entry, entry.get("id"), "its list added_tokens")
     config = tokenizer_config(files, folder=folder)
     decoder = config.get("added_tokens_decoder")
     if isinstance(decoder, Mapping):

@@ -348,6 +348,6 @@ def _describe_missing_tokenizer(folder: Path, files: Mapping[str, bytes]) -> str
     if not files:
         return f"tokenizer {folder}: no {TOKENIZER_FILE}. Use a folder with this file."
     return (
-        f"tokenizer {folder}: has {', '.join(files)} but no {TOKENIZER_FILE}. Make it with: "
-        f"{write_tokenizer_again(folder)}"
+        f"tokenizer {folder}: {TOKENIZER_FILE} is missing; the folder has only "
+        f"{', '.join(files)}. Write {TOKENIZER_FILE} with: {write_tokenizer_again(folder)}"
     )

@@ -80,9 +80,9 @@ def select_documents(
     choose_split: Callable[[Survey], Split],
     max_documents: int | None,
 ) -> DocumentSelection | None:
-    """Return how many copies of each document are written; None without weights and --dedup.
+    """Return how many copies of each document are written.
 
-    Raises DataError.
+    Returns None if neither weights nor --dedup are set. Raises DataError.
     """
     if mixing.dedup in (None, "none") and not mixing.weights:
         return None

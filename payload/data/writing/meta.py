@@ -55,8 +55,8 @@ def check_tokenizer_files(folder: Path, files: Mapping[str, bytes]) -> None:
         path = folder / name
         if path.exists() and read_bytes(path) != files[name]:
             raise DataError(
-                f"{path}: this tokenizer file differs from the new one, and no earlier run of "
-                "prepare wrote it. Choose another --out."
+                f"{path}: this tokenizer file differs from the new one, and was not written by "
+                "`prepare`. Choose another --out."
             )
 
 

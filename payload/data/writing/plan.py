@@ -185,7 +185,7 @@ def fingerprint_of(identity: Sequence[Any], settings: PrepareSettings) -> str:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[None]:
-    """Make `out` and its parents. Remove a new folder again if it stays empty.
+    """Make `out` and its parents. On exit, remove `out` if it is new and still empty.
 
     Raises DataError.
     """

@@ -236,8 +236,8 @@ class GrowingFile:
         # Checked first, because `truncate` fills a shorter file with zeros.
         if (size := path.stat().st_size) < keep_bytes:
             raise DataError(
-                f"{path}: has {size:,} bytes, but {JOURNAL_NAME} lists {keep_bytes:,}. Start again "
-                "with --force."
+                f"{path}: the file has {size:,} bytes, but {JOURNAL_NAME} lists {keep_bytes:,}. "
+                "Start again with --force."
             )
         self._file.truncate(keep_bytes)
         while chunk := self._file.read(8 * MIB):

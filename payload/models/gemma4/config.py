@@ -44,7 +44,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """The sizes and the attention of one layer."""
+    """The sizes of one layer, and the settings of its attention."""
 
     head_dim: int
     key_heads: int

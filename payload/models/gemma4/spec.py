@@ -127,7 +127,7 @@ class Gemma4Spec(ModelSpec):
         return held + tokens * kept + self._logits_bytes(setting)
 
     def _kept_bytes(self, layer: Layer, size: int, *, kernels: bool) -> int:
-        """Return the bytes that a layer keeps of one token for its backward pass."""
+        """Return the bytes for each token that a layer keeps for its backward pass."""
         width, queries = self.hidden_size, self.num_attention_heads * layer.head_dim
         keys = 2 * layer.key_heads * layer.head_dim
         if kernels:

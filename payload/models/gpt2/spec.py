@@ -66,7 +66,7 @@ class Gpt2Spec(ModelSpec):
         return self.n_embd
 
     def is_tied(self) -> bool:
-        """Return True: the output head is always the token embedding."""
+        """Return True, because the output head is always the token embedding."""
         return True
 
     def settings(self) -> dict[str, int | bool]:
@@ -284,8 +284,8 @@ def _refuse_variants(config: _Config, where: str) -> None:
         value = getattr(config, key)
         if value not in supported:
             raise CheckpointError(
-                f"{where}: {key} = {shown(value)}: only {' or '.join(map(str, supported))}, as in "
-                f"GPT-2 itself, can be loaded. {FIX}"
+                f"{where}: {key} = {shown(value)}: must be {' or '.join(map(str, supported))}, as "
+                f"in GPT-2. {FIX}"
             )
     if config.n_embd % config.n_head:
         raise CheckpointError(

@@ -144,7 +144,7 @@ class DecoderSpec(ModelSpec):
         return replace(self, vocab_size=rows, config={**self.config, "vocab_size": rows})
 
     def context(self) -> int:
-        """Return the longest context of the weights in tokens."""
+        """Return the longest context, in tokens, that the weights support."""
         return self.max_position_embeddings
 
     def rope_switch(self) -> int | None:
@@ -240,7 +240,7 @@ class DecoderSpec(ModelSpec):
         return setting.kernels and not self.unsupported_features
 
     def _kept_bytes(self, size: int, *, kernels: bool) -> int:
-        """Return the bytes that a layer keeps of one token for its backward pass.
+        """Return the bytes for each token that a layer keeps for its backward pass.
 
         `size` is the number of bytes of an element between the matmuls.
         """

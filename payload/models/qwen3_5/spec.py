@@ -153,12 +153,12 @@ class Qwen35Spec(ModelSpec):
         return 4 * linear.value_heads * (6 * CHUNK + 7 * (keys + values))
 
     def _full_bytes(self, size: int, *, kernels: bool) -> int:
-        """Return the bytes that a layer with full attention keeps of one token."""
+        """Return the bytes of activations for each token that a full-attention layer keeps."""
         queries, keys = self._query_width(), self.num_key_value_heads * self.head_dim
         return self._common_bytes(size, kernels=kernels) + size * (5 * queries + 4 * keys)
 
     def _linear_bytes(self, size: int, *, kernels: bool) -> int:
-        """Return the bytes that a layer with linear attention keeps of one token."""
+        """Return the bytes of activations for each token that a linear-attention layer keeps."""
         linear = self.linear
         if kernels:
             return self._common_bytes(size, kernels=True) + self._rule_bytes(size)
@@ -168,7 +168,7 @@ class Qwen35Spec(ModelSpec):
         return self._common_bytes(size, kernels=False) + rule + heads
 
     def _rule_bytes(self, size: int) -> int:
-        """Return the bytes that the kernels of linear attention keep of one token.
+        """Return the bytes for each token that the kernels of linear attention keep.
 
         The kernels keep queries, keys and values before and after the convolution, the gates, and
         the output before and after the gate.
@@ -176,7 +176,7 @@ class Qwen35Spec(ModelSpec):
         return size * (2 * self.linear.mixed() + 3 * self.linear.values())
 
     def _common_bytes(self, size: int, *, kernels: bool) -> int:
-        """Return the bytes that the norms and the MLP of a layer keep of one token."""
+        """Return the bytes for each token that the norms and the MLP of a layer keep."""
         width, inner = self.hidden_size, self.intermediate_size
         if kernels:
             return 8 * width + size * (2 * width + 2 * inner)

@@ -257,7 +257,10 @@ class OtherSpec(ModelSpec):
         return self.counts.linears if self.counts else ()
 
     def parameters_beside_linears(self) -> tuple[ParameterSize, ...]:
-        """Return the other parameters that an adapter can target; empty until the module exists."""
+        """Return the parameters outside the linears that an adapter can target.
+
+        Empty until the module exists.
+        """
         return self.counts.others if self.counts else ()
 
     def expert_params(self) -> int:

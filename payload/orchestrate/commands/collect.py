@@ -47,7 +47,7 @@ def collect(options: RunChoice, access: LocalAccess) -> int:
             # A node, or the author of the folder, can have written this address.
             raise SshUnreachableError(
                 f"{error} The run's settings contain the store {kept}, which was not confirmed on "
-                "this machine. If this store is the right one: "
+                "this machine. If this is the right store, fetch the results with: "
                 f"{command('orchestrate', 'collect', str(kept))}"
             ) from None
         talk.print(f"warning: {error} Fetching the results from {kept} instead.")

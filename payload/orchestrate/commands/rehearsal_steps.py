@@ -101,8 +101,8 @@ class Rehearsal:
         outputs = read_outputs(self.pulumi)
         if outputs.hourly_usd is None:
             raise BudgetError(
-                "the cluster's price is unknown: the stack has no output hourly_usd; the estimate "
-                f"was ${self.hourly_usd:.4f}"
+                "the cluster's price is unknown, because the output hourly_usd is missing from the "
+                f"stack; the estimate was ${self.hourly_usd:.4f}"
             )
         if outputs.hourly_usd > 1.1 * self.hourly_usd:
             raise BudgetError(

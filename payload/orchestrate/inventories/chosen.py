@@ -114,14 +114,15 @@ def load_cluster(argument: str | None, *, env: Mapping[str, str]) -> ResolvedInv
         return _of_stack(outputs, env, why=f"--inventory {argument}")
     if argument == "slurm":
         raise ConfigError(
-            "--inventory slurm: only for plan and run within a Slurm job. On a login node, submit "
-            "a job with `run --site slurm`; attach, status and stop need no --inventory."
+            "--inventory slurm: can be used only within a Slurm job, with the commands `plan` and "
+            "`run`. On a login node, submit a job with `run --site slurm`; `attach`, `status` and "
+            "`stop` need no --inventory."
         )
     inventory = ClusterInventory.load(Path(argument))
     if inventory.source == "slurm":
         raise ConfigError(
-            f"--inventory {argument}: describes an earlier Slurm job, but every job gets other "
-            "nodes. Use --inventory slurm within the job."
+            f"--inventory {argument}: the file describes an earlier Slurm job, but each job runs "
+            "on different nodes. Use --inventory slurm within the job."
         )
     return ResolvedInventory(inventory=inventory, why=f"--inventory {argument}", domains={})
 

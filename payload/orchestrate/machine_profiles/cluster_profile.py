@@ -97,7 +97,7 @@ class ClusterAccess:
         return self.measured.peak_flops_per_s(choice) if self.measured else None
 
     def rank_speed(self, dtype: Dtype, *, threads: int) -> RankSpeed | None:
-        """Return None: a trial measures only matmuls and the network."""
+        """Return None, because a trial measures only matmuls and the network."""
         del dtype, threads
         return None
 

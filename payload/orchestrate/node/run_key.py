@@ -94,7 +94,7 @@ def revoke(home: Path, revoked: list[str], *, keeps_names: bool) -> None:
 
 
 def names(home: Path) -> set[str]:
-    """Return the names of all run keys that this node created or authorizes."""
+    """Return the names of the runs' SSH keys that this node created or authorizes."""
     created = {path.name for path in folders(home).glob("*")}
     lines = read(home / ".ssh" / "authorized_keys").split("\n")
     return created | {name for line in lines if (name := name_of(line))}

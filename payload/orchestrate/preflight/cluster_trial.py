@@ -73,9 +73,11 @@ def trial_arguments(
     port: int,
     on_gpus: bool,
 ) -> dict[str, Any]:
-    """Return the arguments of node/mesh.py: the command of a run, with the trial as its program.
+    """Return the arguments of node/mesh.py, which starts the trial.
 
-    `paths` is the folder of the trial on the head; its path identifies the trial's processes.
+    The trial's command is the command of a run, but its ranks run the trial instead of the trainer.
+    `paths.root` is the trial's folder on the head. The folder's path identifies the trial's
+    processes.
     """
     settings = _rank_settings(
         placement,
@@ -261,7 +263,7 @@ class _ClusterTrial:
         """Run the trial; return its outcome and the folder that identifies its processes."""
         node = self.nodes[0]
         if head.port is None:
-            raise PreflightError(f"{node.name}: has no free port for the ranks.")
+            raise PreflightError(f"{node.name}: no port is free for the ranks.")
         key = install_run_key(self.cluster, name=name, lasts_s=_KEY_LASTS_S)
         arguments = trial_arguments(
             LauncherChoice(launcher=self.launcher, executable=venv_executable(self.launcher)),

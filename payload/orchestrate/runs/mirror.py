@@ -276,8 +276,8 @@ def _require_own(paths: RunPaths, text: str | None, *, node: str) -> None:
     if found is not None and None not in (own, found.identity) and own != found.identity:
         raise AnswerError(
             f"{node}: run {paths.run_id} on this node has identity {found.words()}, but the run "
-            f"in {paths.root} has {own}: these are two runs of one name. Follow the node's run "
-            "with another --runs-dir."
+            f"in {paths.root} has {own}: these are two runs with the same name. Follow the node's "
+            "run with another --runs-dir."
         )
 
 

@@ -340,8 +340,8 @@ def resumable_run(
 
     Also returns `overrides` with additions: the store of a fetched run, and the path of the run's
     data. The path is not added if the command line has a config file (`has_config`), because the
-    config file sets the path. `settings` returns the settings of the command, not of the run.
-    Raises UsageError and ConfigError.
+    config file sets the path. `settings` is a function that returns the config of this command, not
+    of the resumed run. Raises UsageError and ConfigError.
     """
     if is_address(named):
         address = run_address(named)

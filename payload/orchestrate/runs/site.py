@@ -93,7 +93,10 @@ class SiteRun(ABC):
 
     @abstractmethod
     def collect_results(self, *, at_once: bool = False) -> CollectResult:
-        """Collect results and end remaining processes; with `at_once`, ranks cannot save first."""
+        """Collect results, then end the remaining processes.
+
+        With `at_once`, the ranks are ended without saving a checkpoint.
+        """
 
     def start_line(self) -> str | None:
         """Return the line that `run` prints after the start; None if the site has printed it."""
@@ -268,8 +271,7 @@ class InventorySite(Site):
     ) -> ResolvedPlan:
         """Return the plan of a run without starting it; `placed` is the result of `check`.
 
-        `mean_tokens` has the same meaning as in `PlanRequest`. Raises ConfigError and
-        PreflightError.
+        For `mean_tokens`, see `PlanRequest`. Raises ConfigError and PreflightError.
         """
 
     @abstractmethod

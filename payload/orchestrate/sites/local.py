@@ -220,7 +220,7 @@ class LocalRun(SiteRun):
         return CollectResult(alive=False)
 
     def start_line(self) -> str | None:
-        """Return None: the start has already printed everything."""
+        """Return None, because the start has already printed everything."""
         return None
 
     def detached(self) -> str | None:
@@ -287,7 +287,7 @@ class LocalRun(SiteRun):
         if is_supervised(paths):
             raise RankLostError(
                 f"run {paths.run_id} cannot be ended: its supervisor is not visible to this user. "
-                "Stop the run on the machine and as the user that started it."
+                "Stop the run as the user that started it, on the same machine."
             )
         before = known_state(paths)
         if before is not None:

@@ -88,7 +88,7 @@ class CheckpointCopies:
         return True
 
     def _remove(self, checkpoint: Path) -> None:
-        """Rename an older copy, then delete it: a partial copy must not look like a checkpoint."""
+        """Rename an older copy before deletion, so that no partial copy looks like a checkpoint."""
         aside = checkpoint.with_name(f".{checkpoint.name}.collecting")
         checkpoint.rename(aside)
         shutil.rmtree(aside)

@@ -40,6 +40,6 @@ def find_site(name: str) -> NamedSite:
 
 
 def run_at_site(paths: RunPaths, env: Mapping[str, str]) -> SiteRun | None:
-    """Return the run that the record in the run's folder describes; None without a record."""
+    """Return the run at the site that the job record in its folder names; None without a record."""
     job = last_record(RunJob, paths.job)
     return None if job is None else find_site(job.site).run_of(paths, job, env)

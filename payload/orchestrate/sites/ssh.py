@@ -325,7 +325,7 @@ class Ssh(InventorySite):
     ) -> PlanTarget:
         if head.port is None:
             raise PreflightError(
-                f"{access.head}: has no free port for the ranks. Stop programs that use many ports."
+                f"{access.head}: no port is free for the ranks. Stop programs that use many ports."
             )
         return PlanTarget(
             chosen=self._chosen,

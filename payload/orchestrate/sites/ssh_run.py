@@ -94,7 +94,7 @@ class ClusterRun(SiteRun):
         return collect_results(self._run, talk=self._talk, at_once=at_once)
 
     def start_line(self) -> str | None:
-        """Return None: the start has already printed everything."""
+        """Return None, because the start has already printed everything."""
         return None
 
     def detached(self) -> str | None:
@@ -176,7 +176,7 @@ class EndedCopy(SiteRun):
 
     @contextmanager
     def watched(self, node: str | None = None) -> Iterator[Callable[[], bool]]:
-        """Yield a function that returns False: the run has ended."""
+        """Yield a function that returns False, because the run has ended."""
         yield lambda: False
 
 

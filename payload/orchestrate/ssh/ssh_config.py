@@ -97,6 +97,6 @@ def _quoted(path: PurePath) -> str:
     text = str(path)
     if _UNWRITABLE & set(text):
         raise ConfigError(
-            f"path {text!r}: has a character that ssh_config cannot contain. Use another folder."
+            f"path {text!r}: ssh_config does not allow all of its characters. Use another folder."
         )
     return '"' + text.replace("%", "%%") + '"'

@@ -180,7 +180,10 @@ class CausalLM(SplitModule, ABC):
 
     @abstractmethod
     def is_hidden_matrix(self, name: str) -> bool:
-        """Return whether the parameter `name` is a layer's matrix, which Muon trains."""
+        """Return whether the parameter `name` is a matrix within a layer.
+
+        The optimizer Muon trains these matrices.
+        """
 
     def hf_tensors(self) -> dict[str, Tensor]:
         """Return the weights with transformers' names and layout."""
@@ -434,7 +437,7 @@ class CausalLM(SplitModule, ABC):
     def token_losses(self, tokens: Tensor, targets: Tensor, starts: Tensor | None = None) -> Tensor:
         """Return the cross entropy of every target, (B, T) fp32; 0 for `IGNORED_TARGET`.
 
-        `starts` are as in `hidden`. On a pipeline stage before the last one, all losses are 0. A
+        For `starts`, see `hidden`. On a pipeline stage before the last one, all losses are 0. A
         strategy can wrap this method like `forward`.
         """
         return self._token_losses(tokens, targets, starts)
@@ -473,7 +476,7 @@ class CausalLM(SplitModule, ABC):
 
         The result includes the routers' balancing loss, if config.json requests this loss.
         On a pipeline stage before the last one, return the activations for the next stage.
-        Tokens and targets are (B, T) int64 within the vocabulary, `starts` as in `hidden`, and
+        Tokens and targets are (B, T) int64 within the vocabulary. For `starts`, see `hidden`.
         `more` are further inputs of the objective.
         """
         if self.objective is not None:

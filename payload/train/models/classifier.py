@@ -117,14 +117,14 @@ class Classifier(CausalLM):
         self.body.enable_checkpointing()
 
     def drop_head(self) -> None:
-        """Do nothing: the output head is already dropped."""
+        """Do nothing, because the output head is already dropped."""
 
     def head_weight(self) -> nn.Parameter | None:
-        """Return None: a classifier has no head that predicts tokens."""
+        """Return None, because a classifier has no head that predicts tokens."""
         return None
 
     def tied_weight(self) -> nn.Parameter | None:
-        """Return None: the token embedding is not tied."""
+        """Return None, because the token embedding is not tied."""
         return None
 
     def new_caches(self) -> Sequence[Any]:
@@ -176,7 +176,7 @@ class Classifier(CausalLM):
         return f"{_BODY}{self.body.embedding_module()}"
 
     def head_module(self) -> None:
-        """Return None: the output head is dropped."""
+        """Return None, because the output head is dropped."""
 
     def _resize_vocabulary(self, rows: int) -> None:
         self.body.add_tokens(rows, rows)

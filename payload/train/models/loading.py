@@ -134,7 +134,7 @@ def _with_adapter(model: CausalLM, folder: Path) -> CausalLM:
     try:
         add_adapter(model, settings, seed=0, token_heads=has_head)
     except ConfigError as error:
-        raise CheckpointError(f"{folder}: does not fit its base: {error}") from None
+        raise CheckpointError(f"{folder}: the adapter does not fit its base: {error}") from None
     load_adapter(model, tensors, where=str(folder))
     return model
 

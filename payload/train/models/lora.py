@@ -335,9 +335,10 @@ def save_adapter(
     base: tuple[str, str | None],
     progressed: Callable[[], None] = lambda: None,
 ) -> str:
-    """Write the adapter in PEFT's layout; `base` is (folder or name, revision) of the base.
+    """Write the adapter in PEFT's layout.
 
-    Return the sha256 of the weights' file. Raises OSError.
+    `base` is the folder or name of the base model, and its revision. Return the sha256
+    of the weights' file. Raises OSError.
     """
     save_adapter_config(model, folder, base=base)
     return write_tensors(
@@ -349,9 +350,9 @@ def save_adapter(
 
 
 def save_adapter_config(model: CausalLM, folder: Path, *, base: tuple[str, str | None]) -> None:
-    """Write PEFT's config file of the adapter; `base` is as in `save_adapter`.
+    """Write the adapter's config file in PEFT's layout.
 
-    Raises OSError.
+    `base` is the folder or name of the base model, and its revision. Raises OSError.
     """
     assert model.adapter is not None
     source, revision = base

@@ -9,7 +9,7 @@ from torch import Tensor
 def padding_tokens(starts: Tensor | None) -> Tensor | None:
     """Return which tokens (B, T) are padding, or None for a batch without padding.
 
-    `starts` are as in `CausalLM.hidden`. Padding is at the end of a row, and each padding token is
+    For `starts`, see `CausalLM.hidden`. Padding is at the end of a row, and each padding token is
     a separate document. Other documents have two tokens or more.
     """
     if starts is None:

@@ -130,7 +130,7 @@ class _Fp32Matmul(torch.autograd.Function):
 def shrink(model: nn.Module, paths: list[str], *, trained: set[Tensor]) -> None:
     """Convert the linears at `paths` to 4 bits, and all other weights except `trained` to bf16.
 
-    The caller sets the values.
+    The converted weights are uninitialised until the caller loads them.
     """
     for path in paths:
         linear = model.get_submodule(path)
@@ -195,7 +195,7 @@ def require_quantizer() -> None:
 
 @lru_cache(maxsize=1)
 def _library() -> _Library:
-    """Import bitsandbytes on demand: it takes a second and compiles some of its operations."""
+    """Import bitsandbytes on demand, because the import takes a second and compiles operations."""
     keep_inductor_home()
     backend = logging.getLogger("bitsandbytes.backends.cpu.ops")
     level = backend.level

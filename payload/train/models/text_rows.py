@@ -20,7 +20,7 @@ class TextRows:
     tokens: Tensor
     """Shape (R, L), token ids."""
     starts: Tensor | None
-    """Shape (R, L), as in `CausalLM.hidden`; each padding token is a separate document. None if
+    """Shape (R, L), see `CausalLM.hidden`; each padding token is a separate document. None if
     each row has one text."""
     last: Tensor
     """Shape (B,): index of each text's last token among all R x L tokens, in the order of the

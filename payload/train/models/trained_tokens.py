@@ -52,7 +52,10 @@ class TrainedTokens(nn.Module):
         self._hooks: list[Any] = []
 
     def watch(self, embedding: nn.Module, head: nn.Module | None) -> None:
-        """Replace the rows in the outputs of these modules from now on."""
+        """Add hooks that apply the trained rows in these modules.
+
+        The hooks replace the modules' outputs for the chosen tokens.
+        """
         self._hooks.append(embedding.register_forward_hook(self._replace_embedded))
         if head is not None:
             self._hooks.append(

@@ -60,17 +60,21 @@ class TokenExchange(TokenGradient):
         self._parts: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, tokens: Tensor) -> None:
-        """Begin the step's last backward pass: exchange which tokens the ranks look up."""
+        """Prepare the step's last backward pass.
+
+        This starts the exchange of the set of tokens that each rank looks up.
+        """
         self._was_read = torch.zeros(len(self._weight), dtype=torch.uint8)
         self._was_read[tokens.flatten()] = 1
         self._asked = dist.all_reduce(self._was_read, op=dist.ReduceOp.MAX, async_op=True)
 
     def head_gradient(self, weight: Tensor) -> Tensor:
-        """Return memory for the head's gradient: for a step's first gradient, the exchange buffer.
+        """Return the memory in which the head's gradient is computed.
 
-        Later gradients of the step are added to the first gradient. Only one micro-batch at a time
-        uses the buffer. After a loss without a backward pass, the buffer stays in use. Gradients
-        are then computed in other memory and copied.
+        The first gradient of a step is computed in the exchange buffer, and later gradients are
+        added to it. Only one micro-batch at a time uses the buffer. If the backward pass of a
+        micro-batch never runs, the buffer stays in use. Gradients are then computed in other memory
+        and copied.
         """
         if weight.grad is not None or self._place_is_taken:
             return super().head_gradient(weight)

@@ -148,7 +148,7 @@ class GradientExchange:
             self._send_in_order()
 
     def _send_in_order(self) -> None:
-        """Send full buckets in order: gloo matches the ranks' all-reduces by their order."""
+        """Send full buckets in order, because gloo matches the ranks' all-reduces by order."""
         while len(self._pending) < len(self._buckets):
             bucket = self._buckets[len(self._pending)]
             if bucket not in self._full:

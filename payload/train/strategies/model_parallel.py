@@ -165,7 +165,7 @@ class ModelParallel(Strategy):
         return found
 
     def attach(self, model: CausalLM) -> None:
-        """Prepare to average the gradients over the replicas of this rank's part."""
+        """Prepare to average the gradients over the ranks that hold the same part of the model."""
         self._data.attach(model)
 
     def begin(self, tokens: Tensor) -> None:
@@ -194,7 +194,7 @@ class ModelParallel(Strategy):
         return self._data.own_part(name, tensor)
 
     def holds_parts(self) -> bool:
-        """Return True: a rank holds only the layers of its stage or its part of each layer."""
+        """Return True, because a rank holds only its stage's layers or its part of each layer."""
         return True
 
     def read_part(self, tensors: LazyTensors, stored: str, *, name: str) -> Tensor:
@@ -244,7 +244,7 @@ class ModelParallel(Strategy):
         return self._data.without_gradients(model)
 
     def computes_together(self) -> bool:
-        """Return True: the ranks of a model run a micro-batch together."""
+        """Return True, because the ranks of a model run a micro-batch together."""
         return True
 
     def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:

@@ -27,7 +27,7 @@ class Replicate(Strategy):
         self._exchange = GradientExchange(settings, world, group=group)
 
     def wrap(self, model: CausalLM) -> None:
-        """Do nothing: every rank has the whole model."""
+        """Do nothing, because every rank has the whole model."""
 
     def attach(self, model: CausalLM) -> None:
         """Broadcast rank 0's weights, and register hooks that average the trainable gradients."""

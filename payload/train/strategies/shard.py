@@ -114,7 +114,7 @@ class Shard(Strategy):
             model.kernels.keep_no_copies()
 
     def begin(self, tokens: Tensor) -> None:
-        """Do nothing: every micro-batch reduces its gradients, so no rank holds all gradients."""
+        """Do nothing, because every micro-batch reduces its own gradients."""
 
     def finish(self) -> float:
         """Set the gradients of the optimizers' shards; return the seconds spent in collectives."""
@@ -129,7 +129,7 @@ class Shard(Strategy):
         return self._timer.take()
 
     def holds_parts(self) -> bool:
-        """Return True: a rank holds only some rows of each weight."""
+        """Return True, because a rank holds only some rows of each weight."""
         return True
 
     def own_rows(self, num_rows: int) -> tuple[int, int]:
@@ -155,7 +155,7 @@ class Shard(Strategy):
         return torch.no_grad()
 
     def computes_together(self) -> bool:
-        """Return True: each rank needs the shards of all other ranks to run a micro-batch."""
+        """Return True, because a micro-batch needs the shards of all ranks."""
         return True
 
     def weights(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -120,7 +120,7 @@ def _collective_times(
 
 
 def _quartiles(world: World, calls: list[Callable[[], object]]) -> list[float]:
-    """Call the functions in turn until the time is up; return each function's lower quartile.
+    """Call the functions in turn until the time is up; return each function's lower-quartile time.
 
     The quartile is used because the fastest call may have reused memory by chance, and other
     programs slow down some calls.

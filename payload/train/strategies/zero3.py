@@ -98,7 +98,7 @@ class Zero3(Strategy):
         """Do nothing: `optimizers` has already distributed rank 0's weights."""
 
     def begin(self, tokens: Tensor) -> None:
-        """Do nothing: every micro-batch reduces its gradients, so no rank holds all gradients."""
+        """Do nothing, because every micro-batch reduces its own gradients."""
 
     def finish(self) -> float:
         """Return 0: DeepSpeed waits in forward and backward, and sets the mean gradients."""
@@ -113,7 +113,7 @@ class Zero3(Strategy):
         return part
 
     def holds_parts(self) -> bool:
-        """Return True: a rank holds only some elements of each weight."""
+        """Return True, because a rank holds only some elements of each weight."""
         return True
 
     def read_part(self, tensors: LazyTensors, stored: str, *, name: str) -> Tensor:
@@ -140,7 +140,7 @@ class Zero3(Strategy):
         return torch.no_grad()
 
     def computes_together(self) -> bool:
-        """Return True: each rank needs the shards of all other ranks to run a micro-batch."""
+        """Return True, because a micro-batch needs the shards of all ranks."""
         return True
 
     def check(self, optimizers: Optimizers, *, step: int, passed_step: int | None) -> None:

@@ -71,7 +71,7 @@ class TextSamples(Samples):
         return Batch(inputs=(tokens, labels), tokens=tokens, weight=self.weight(chosen))
 
     def prefetch(self, chosen: Indices) -> None:
-        """Do nothing: a text has a few hundred bytes, which the system has read ahead."""
+        """Do nothing, because the system has read ahead the few hundred bytes of a text."""
 
     def counts(self, chosen: Indices) -> Counts:
         """Return the number of texts and their labels."""

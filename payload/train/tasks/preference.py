@@ -70,7 +70,7 @@ class PairSamples(Samples):
         return Batch(inputs=(*inputs, known), tokens=inputs[0], weight=self.weight(chosen))
 
     def prefetch(self, chosen: Indices) -> None:
-        """Do nothing: a pair has a few kilobytes, which the system has read ahead."""
+        """Do nothing, because the system has read ahead the few kilobytes of a pair."""
 
     def counts(self, chosen: Indices) -> Counts:
         """Return the number of pairs."""

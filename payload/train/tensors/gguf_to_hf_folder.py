@@ -20,7 +20,7 @@ from payload.train.tensors.tensor_file import write_tensors
 def folder_of_gguf(path: Path, *, cache: Path | None = None) -> Path:
     """Return a folder with the file's weights, config and tokenizer; create it if missing.
 
-    `cache` is as in `converted`. Raises CheckpointError for a damaged file or an unsupported
+    For `cache`, see `converted`. Raises CheckpointError for a damaged file or an unsupported
     family.
     """
     read_gguf(path)

@@ -95,7 +95,7 @@ def test_a_second_operator_stops_a_run_that_she_has_never_seen(
     (colleague.folder / "runs").rename(colleague.folder / "earlier")
     before = known_identity(RunPaths(there))
     code, said = colleague.do(*colleague.run_words("one", "train.steps=3"))
-    assert code == ExitCode.CONFIG and "two runs of one name" in said, said
+    assert code == ExitCode.CONFIG and "two runs with the same name" in said, said
     assert str(before.identity) in said and not colleague.paths("one").root.exists()
     assert known_identity(RunPaths(there)) == before
     assert summary(there)["steps"] == result["steps"]

@@ -212,8 +212,7 @@ def find_leftovers(
 def _split(
     group: Sequence[Resource], proof: Ownership, cluster: str
 ) -> tuple[list[Resource], list[Resource]]:
-    """Split resources with a cluster's name into resources of this cluster and of other
-    clusters."""
+    """Return this cluster's resources, and the resources of other clusters with the same name."""
     mine, others = proof.split(group)
     if not proof.is_known:
         mine = [each for each in group if is_made_by_program(each, cluster)]

@@ -67,9 +67,10 @@ def run_layers(
     ranks: TensorRanks | None = None,
     stage: Stage | None = None,
 ) -> Tensor:
-    """Map the embedded tokens (B, T, C) fp32 to the final norm's output in the context's dtype.
+    """Map the embedded tokens to the output of the final norm, both (B, T, C).
 
-    `CausalLM.hidden` describes `starts`. The tables in `ropes` are made for these starts.
+    The embedded tokens are fp32. The output has the dtype of `context`. For `starts`, see
+    `CausalLM.hidden`. The tables in `ropes` are made for these starts.
     `run_layer` calls each layer. With `ranks`, each rank has some of the heads and a part of the
     MLP. On a pipeline stage before the last one, return the residual stream after the stage's
     layers, in fp32.

@@ -29,6 +29,6 @@ def rows(name: str, weight: StoredWeight, read: ReadRows) -> Rows:
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """Unpack int32 words along the last dimension, in the order of the outputs."""
+    """Unpack int32 words along the last dimension, and sort the values by the linear's outputs."""
     place = torch.tensor(ORDER).argsort()
     return unpack(words, bits)[..., place].flatten(-2)
