@@ -101,8 +101,8 @@ def base_name(adapter: Path) -> str:
     )
     raise CheckpointError(
         f"{adapter}: its base is {shown(real)} on this machine, but the adapter has no hash of "
-        f"the base. If {shown(real)} is the right base, run the command with the environment "
-        f"variable {BASE_VARIABLE}={quoted(real)}.{remote}"
+        f"the base. If this folder is the right base, set {BASE_VARIABLE}={quoted(real)} in the "
+        f"command's environment.{remote}"
     )
 
 

@@ -479,7 +479,7 @@ def test_an_adapter_names_no_model_of_this_machine(
         if named is not None:
             monkeypatch.setenv(BASE_VARIABLE, named)
         assert merge(folder, out) == ExitCode.CONFIG
-        assert f"set {BASE_VARIABLE}={base} before" in capsys.readouterr().err
+        assert f"set {BASE_VARIABLE}={base} in the command's environment" in capsys.readouterr().err
         with pytest.raises(CheckpointError, match="has no hash of the base"):
             load(folder)
         with pytest.raises(CheckpointError, match="has no hash of the base"):

@@ -179,7 +179,7 @@ def _spoil_config(folder: Path, **changes: object) -> None:
 def test_gpt2s_of_another_arithmetic_are_refused(tmp_path: Path, key: str, value: object) -> None:
     save_hf(make_model(), tmp_path)
     _spoil_config(tmp_path, **{key: value})
-    with pytest.raises(CheckpointError, match=f"{key} = {value}: only"):
+    with pytest.raises(CheckpointError, match=f"{key} = {value}: must be"):
         load(tmp_path)
 
 
