@@ -25,8 +25,8 @@ def fitted(line: str, stream: TextIO, *, indent: int = 2) -> str:
 def wrapped(line: str, *, width: int, indent: int) -> list[str]:
     """Return the line, wrapped at spaces if it is too long; further lines are indented.
 
-    From the start of a command of this project, the rest of the line is not wrapped, so that the
-    command can be copied.
+    If the line contains a command of this project, the part from the command on is not wrapped, so
+    that the command can be copied.
     """
     if len(line) <= width or width < 2 * indent:
         return [line]

@@ -128,7 +128,9 @@ def _settings(given: Sequence[str]) -> dict[str, str]:
     for each in given:
         key, equals, value = each.partition("=")
         if key == "cluster":
-            raise ConfigError(f"--set {each}: rehearse names the cluster. Remove this option.")
+            raise ConfigError(
+                f"--set {each}: rehearse chooses the name of the cluster. Remove this option."
+            )
         if key == "project":
             raise ConfigError(f"--set {each}: choose the project with --project.")
         if not equals or not key.isalnum():

@@ -145,8 +145,7 @@ def _load_key(path: Path) -> paramiko.PKey:
         ) from None
     except (paramiko.PasswordRequiredException, TypeError):
         raise ConfigError(
-            f"key {path} has a passphrase, which runs cannot enter. Pass another key with "
-            "--ssh-key."
+            f"key {path} has a passphrase. A run cannot enter it. Pass another key with --ssh-key."
         ) from None
     except (paramiko.SSHException, paramiko.pkey.UnknownKeyType, OSError, ValueError) as error:
         raise ConfigError(

@@ -269,8 +269,8 @@ def add_adapter(
         paths = [path for path in (model.embedding_module(), model.head_module()) if path]
         if any(isinstance(model.get_submodule(path), LoraParameters) for path in paths):
             raise ConfigError(
-                "adapter.target names the embedding or the output head, whose rows "
-                "adapter.train_tokens trains in full. Use only one of the two settings."
+                "adapter.target names the embedding or the output head, and adapter.train_tokens "
+                "trains rows of the same weight in full. Use only one of the two settings."
             )
         model.train_tokens(tokens, with_head=token_heads)
     model.adapter = settings

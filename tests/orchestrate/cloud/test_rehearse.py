@@ -139,7 +139,11 @@ def test_data_of_a_bucket_is_looked_for_in_the_cache(
             "a rehearsal needs 45 minutes. Allow $0.60",
         ),
         (("--set", "machineType=c9-x-4"), ExitCode.CONFIG, "no known price for 2 x c9-x-4"),
-        (("--set", "cluster=prod"), ExitCode.CONFIG, "rehearse names the cluster. Remove this"),
+        (
+            ("--set", "cluster=prod"),
+            ExitCode.CONFIG,
+            "rehearse chooses the name of the cluster. Remove this",
+        ),
         (("--set", "project=a"), ExitCode.CONFIG, "choose the project with --project"),
         (("--set", "nothing"), ExitCode.CONFIG, "--set nothing: must be KEY=VALUE"),
         (("--config", "none.toml"), ExitCode.CONFIG, "none.toml"),

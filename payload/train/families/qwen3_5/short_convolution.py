@@ -28,7 +28,7 @@ def short_convolution(x: Tensor, weight: Tensor, *, starts: Tensor | None = None
 
 
 def _places(starts: Tensor | None, *, batch: int, length: int, before: int) -> Tensor:
-    """Return each token's row, (B x T,), if each document follows `before` rows of zeros."""
+    """Return each token's row, (B x T,). Each document has `before` rows of zeros ahead of it."""
     numbers = torch.arange(batch * length)
     if starts is None:
         return numbers + before * (1 + numbers // length)
