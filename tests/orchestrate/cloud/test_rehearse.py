@@ -246,7 +246,11 @@ def test_what_google_refused_is_on_the_page_and_everything_is_taken_down(
     ("hourly_usd", "problem"),
     [
         (99.0, "the cluster costs $99.0 an hour; the estimate was $0."),
-        (None, "because the output hourly_usd is missing from the stack; the estimate was"),
+        (
+            None,
+            "the cluster's price is unknown, because the output hourly_usd is missing from the "
+            "stack; the estimate was",
+        ),
     ],
 )
 def test_a_cluster_that_costs_too_much_is_taken_down_and_what_stays_is_exit_60(
