@@ -82,7 +82,7 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, *, example: str = "", notes: str = "", **settings: Any) -> None:
         """Make the parser.
 
-        The help prints `example` after the description. The full help prints `notes` at its end.
+        The help prints `example` after the description. The full help ends with `notes`.
         """
         super().__init__(add_help=False, formatter_class=HelpFormatter, **settings)
         self.example, self.notes = example, notes

@@ -93,7 +93,7 @@ def torch_version() -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpeed:
-    """Measured times that a rank's layers take besides their matmuls.
+    """Measured times of a rank's layers without their matmuls.
 
     The matmuls are assumed to run at the GEMM peak.
     """

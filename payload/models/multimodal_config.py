@@ -111,7 +111,7 @@ def find_whole(raw: Mapping[str, Any], *, where: str) -> Whole | None:
     """Return the multimodal model that a config.json describes; None for other models.
 
     Raises CheckpointError, naming `where`, if text_config is missing, or if the text model computes
-    something else than the whole model.
+    another function than the whole model.
     """
     kind = raw.get("model_type")
     known = WHOLE_TYPES.get(kind) if isinstance(kind, str) else None
@@ -139,7 +139,7 @@ def find_whole(raw: Mapping[str, Any], *, where: str) -> Whole | None:
 
 
 def _read_tied(raw: Mapping[str, Any], known: WholeType) -> tuple[bool, bool]:
-    """Return whether transformers ties the output head, and whether config.json says so explicitly.
+    """Return whether transformers ties the output head, and whether config.json states it.
 
     If a key is false and another one is true, neither is explicit.
     """

@@ -120,8 +120,8 @@ def model_headers(folder: Path) -> dict[str, TensorHeader]:
 def with_tensors(whole: Whole, tensors: WholeTensors) -> Whole:
     """Return `whole` with the sizes of its copied parts, and with the tying that the tensors show.
 
-    If the files have an output head, it is tied to the token embedding only if config.json says so
-    explicitly, which loading verifies. As in transformers, a type's default then has no effect.
+    If the files have an output head, it is tied to the token embedding only if config.json states
+    it explicitly, which loading verifies. As in transformers, a type's default then has no effect.
     """
     has_head = any(name.startswith("lm_head.") for name in tensors.text)
     tied = whole.is_tied_explicitly or (whole.is_tied() and not has_head)

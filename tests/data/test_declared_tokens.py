@@ -25,7 +25,7 @@ _NEW = "<new>"
 REFUSED: dict[str, tuple[Files, str]] = {
     "added_tokens.json": (
         {"added_tokens.json": {_NEW: 300}},
-        r"added_tokens\.json declares '<new>' as token 300, .* no such added token, .* text as \[",
+        r"added_tokens\.json declares '<new>' as token 300, .* lacks this added .* text as \[",
     ),
     "a list": (
         {"tokenizer_config.json": {"additional_special_tokens": [START, _NEW]}},

@@ -205,7 +205,7 @@ class RenderedRow:
     def _rejection(self, reason: str) -> RejectedError:
         """Return the error for a row that the template rejects.
 
-        If the template leaves out the row's tool calls, the error says so.
+        If the template leaves out the row's tool calls, the error names this cause.
         """
         number = next((n for n, each in enumerate(self._messages) if each.get("tool_calls")), None)
         if number is None or not self._template.leaves_out_calls():

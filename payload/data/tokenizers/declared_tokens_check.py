@@ -70,7 +70,7 @@ def require_declared_tokens(
         expected = "as a token" if each.number is None else f"as token {each.number}"
         if number is None:
             ids = _encode_as_text(each.content, backend)
-            found = f"has no such added token, and encodes the text as {ids}"
+            found = f"lacks this added token and encodes the text as {ids}"
         elif each.number not in (None, number):
             found = f"lists it as token {number}"
         elif flag := _first_different_flag(each.flags, token):

@@ -19,7 +19,7 @@ from payload.formats.tensor_headers import TensorHeader, tensor_headers
 
 KEY = "quantization_config"
 _TEXT = "text_config"
-"""The text model's part of a multimodal config.json; it can have the key in place of the whole."""
+"""The text model's part of a multimodal config.json; it can have the key instead of the top."""
 _FORMATS: Mapping[str, Callable[..., Format]] = {
     "fp8": lambda config, where, has_data: Fp8(config, where=where),
     "fbgemm_fp8": lambda config, where, has_data: Fp8(config, where=where),

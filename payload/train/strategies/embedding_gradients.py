@@ -72,8 +72,8 @@ class TokenExchange(TokenGradient):
         """Return the memory in which the head's gradient is computed.
 
         The first gradient of a step is computed in the exchange buffer, and later gradients are
-        added to it. Only one micro-batch at a time uses the buffer. If the backward pass of a
-        micro-batch never runs, the buffer stays in use. Gradients are then computed in other memory
+        added to it. Only one micro-batch at a time uses the buffer. If a micro-batch has
+        no backward pass, the buffer stays in use. Gradients are then computed in other memory
         and copied.
         """
         if weight.grad is not None or self._place_is_taken:
