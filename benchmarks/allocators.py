@@ -22,6 +22,7 @@ from benchmarks.contenders import Contender
 from benchmarks.harness import Benchmark
 from benchmarks.step_model import model_argument
 from payload.launch.environment import Malloc, malloc_environment
+from payload.machines.process_variables import PLAIN_MALLOC
 
 _LORA = {"adapter": {"rank": 16, "alpha": 32.0, "dropout": 0.0}}
 _PLAIN = {"kernels": "off"}
@@ -92,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _contender(setting: str, work: Mapping[str, Any]) -> Contender:
     environment = malloc_environment(SETTINGS[setting])
-    options = json.dumps({**work, "plain_malloc": setting in ("tuned", "lean")})
+    options = json.dumps({**work, "plain_malloc": setting in PLAIN_MALLOC})
     return Contender(setting, [sys.executable, "-m", "benchmarks.step_ours", options], environment)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.harness import REPO
 from benchmarks.step_model import model_spec
 from payload.launch.environment import Malloc, malloc_environment
+from payload.machines.process_variables import PLAIN_MALLOC
 from payload.models.gpt2.spec import PRESETS, Gpt2Spec
 
 
@@ -54,7 +55,7 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
         "steps": arguments.steps,
         "adapter": adapter_settings(arguments),
         "quantize": getattr(arguments, "quantize", "none"),
-        "plain_malloc": malloc != "default",
+        "plain_malloc": malloc in PLAIN_MALLOC,
     }
     allocator = malloc_environment(malloc) | threads
     ours = [sys.executable, "-m", "benchmarks.step_ours"]

@@ -22,10 +22,7 @@ def use_plain_malloc() -> None:
     small for the next tensor of the same size, and the heap grows. The allocator of this module
     calls `malloc` for 64 bytes more than needed, and aligns the address itself.
 
-    Measured on two AMX cores (2026-11-29), SmolLM2-135M, 1 x 1024 tokens, peak and step before and
-    after: LoRA in fp32 without kernels 5.62 to 3.04 GB and 4.57 to 3.73 s; full fp32 with kernels
-    3.47 to 3.21 GB and 3.71 to 3.60 s; full bf16 with kernels, 4 x 1024 tokens, 5.19 to 4.45 GB and
-    3.35 to 3.28 s. The losses were bitwise equal.
+    docs/explanations/memory.md has the measured peaks.
 
     If the allocator cannot be built, log the reason; torch then keeps its own allocator.
     """

@@ -29,7 +29,7 @@ BOOTSTRAP_AGAIN = "Run the bootstrap again on this node (bootstrap/node-setup.sh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """How the supervisor's machine, usually the head, reaches the other nodes."""
+    """The route from the supervisor's machine, usually the head, to the other nodes."""
 
     interface: str
     """The head's network interface towards the other nodes."""

@@ -24,6 +24,11 @@ _TUNED = ":".join(
 _SPIN_COUNT = 3000
 
 
+PLAIN_MALLOC = frozenset({"tuned", "lean"})
+"""The values of `launch.malloc` with which a rank's tensors have the allocator of
+payload.kernels.cpu_allocator."""
+
+
 def tuned_malloc() -> dict[str, str]:
     """Return the variables with which glibc keeps freed memory (`launch.malloc = "tuned"`)."""
     return {"GLIBC_TUNABLES": _TUNED}

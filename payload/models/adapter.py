@@ -248,10 +248,10 @@ class AdaptedSpec(WrappedSpec):
         size, tokens = setting.value_bytes(), setting.micro_batch_size * self.sequence_length
         activations = self._activation_bytes(plain)
         if setting.kernels and not self.base.task_head_size():
-            # The head has kernels, which compute its logits in chunks.
+            # The head computes its logits in chunks, with trained rows in fp32 and with a gradient.
             rows = self.base.head_rows()
             activations -= plain.plain_logits_bytes(rows, tokens=tokens)
-            activations += min(tokens, logits_tokens(rows)) * rows * size
+            activations += min(tokens, logits_tokens(rows)) * rows * (12 if self.tokens else size)
         held = self.base_bytes(other_bytes=size)
         held += self.num_trainable_params() * setting.trained_bytes()
         largest = max((each.inputs * each.outputs for each in self.linears()), default=0)

@@ -31,6 +31,7 @@ from payload.core.printable_text import printable
 from payload.core.suggested_commands import command
 from payload.core.validation.fields import checked
 from payload.core.validation.names import RUN_ID
+from payload.machines.process_variables import PLAIN_MALLOC
 from payload.machines.rank_variables import RUN_DIR
 from payload.run_record.approved_settings import (
     override_keys,
@@ -72,7 +73,7 @@ def main(
     )
     exit_recorder.paths = RunPaths(arguments.run_dir) if arguments.run_dir else None
     logging.getLogger().setLevel(logging.INFO if world.is_main else logging.WARNING)
-    if config.launch.malloc in ("tuned", "lean") and world.is_cpu:
+    if config.launch.malloc in PLAIN_MALLOC and world.is_cpu:
         use_plain_malloc()
     clock.lap("imports")
     world.join(config.distributed)

@@ -47,8 +47,8 @@ class Toy(NamedSite):
             here, port = load_cluster("local", env=request.env), port_of(held)
             on = PlanTarget(chosen=here, profile=run.access, paths=run.there, port=port)
             resolve(request.to_plan(), on).write(run.there)
-            there = run.access.start_supervisor(run.there, detached=True, grace_s=request.grace_s)
-            while not is_supervised(run.there) and there.poll() is None:
+            child = run.access.start_supervisor(run.there, detached=True, grace_s=request.grace_s)
+            while not is_supervised(run.there) and child.poll() is None:
                 pass
         return run
 

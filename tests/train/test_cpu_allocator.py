@@ -46,7 +46,6 @@ print(json.dumps(found))
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(sys.platform != "linux", reason="built on Linux alone")
 def test_tensors_are_aligned_and_their_memory_is_reused() -> None:
     result = run([sys.executable, "-c", _PROGRAM], env=os.environ | tuned_malloc())
     assert result.returncode == 0, result.stderr
