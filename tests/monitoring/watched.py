@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import threading
@@ -100,10 +101,12 @@ class Gpus:
 
         class Answer(BaseHTTPRequestHandler):
             def do_GET(self) -> None:  # http.server's name
-                self.send_response(200)
-                self.send_header("Content-Type", "text/plain; version=0.0.4")
-                self.end_headers()
-                self.wfile.write(text)
+                # Prometheus has closed the connection if the answer was too late.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    self.send_response(200)
+                    self.send_header("Content-Type", "text/plain; version=0.0.4")
+                    self.end_headers()
+                    self.wfile.write(text)
 
             def log_message(self, *_: object) -> None:
                 """Log nothing."""
