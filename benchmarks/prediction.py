@@ -4,7 +4,7 @@
 
 Each case is planned and then trained on this machine, as one rank with a thread on each core, and
 as one rank for each core. The first plan measures this machine, so no other program should run. The
-actual step is the median of the steps after the second, the actual memory is the high-water mark of
+actual step is the median of the steps after the fifth, the actual memory is the high-water mark of
 the rank with the highest peak. SmolLM2-135M comes from its Python package, as in `make run`. A
 table goes to stderr, one JSON object to stdout. The exit status is 1 if a prediction is off by more
 than 20 % in time or 10 % in memory, or if a plan was not based on a measurement.
@@ -34,7 +34,7 @@ from tests.support.data_folders import make_data_folder
 
 TIME_BOUND, MEMORY_BOUND = 0.2, 0.1
 """Limits on the error of a prediction, as shares of the actual value."""
-_WARM_UP = 2
+_WARM_UP = 5
 """First steps of a run, which are not counted."""
 _GPT2_VOCAB = 50_257
 _LORA = {"adapter.kind": "lora", "optimizer.lr": 1e-4}
@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
     add(
         "--cases", nargs="+", choices=CASES, default=[*CASES], metavar="NAME", help="(default: all)"
     )
-    add("--steps", type=int, default=6, metavar="N", help="steps of each run (default: 6)")
+    add("--steps", type=int, default=20, metavar="N", help="steps of each run (default: 20)")
     arguments = benchmark.parse(argv)
     if arguments.steps <= _WARM_UP:
         benchmark.parser.error(f"--steps {arguments.steps}: must be more than {_WARM_UP}")

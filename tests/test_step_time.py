@@ -19,7 +19,7 @@ from payload.estimates.compute_time import (
     step_flops,
 )
 from payload.estimates.gradient_buckets import buckets
-from payload.estimates.network import CopyTimes, Network, ShardTimes, sends_per_byte
+from payload.estimates.network import CopyTimes, Link, Network, ShardTimes, sends_per_byte
 from payload.estimates.run_estimate import estimate_run
 from payload.estimates.run_time import Speed
 from payload.estimates.step_time import StepTime, predict_step, run_step_time, step_time
@@ -307,7 +307,7 @@ def test_two_micro_batches_give_the_time_of_elements_and_weights() -> None:
 
 def test_an_evaluation_takes_a_third_of_the_training_on_as_many_tokens() -> None:
     config = parse_run_config("", overrides=["precision.dtype=bf16"], where="test")
-    numbers = estimate_run(config, spec=GPT2, world_size=1, link_bytes_per_s=1.0)
+    numbers = estimate_run(config, spec=GPT2, world_size=1, link=Link(bytes_per_s=1.0))
     speed = Speed.of_steps(numbers, step_s=2.0)
     assert speed == Speed.of_tokens(numbers, tokens_per_s=speed.tokens_per_s())
     train = replace(config.train, steps=10, eval_every=6, eval_tokens=0, checkpoint_every=4)

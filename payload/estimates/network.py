@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Gradient bytes per second of gloo's all-reduce of 32 MB of fp32 between two ranks over loopback,
-# on two busy cores of the development machine. torchft PR #199 reports 15-19 Gbit/s for 4-40 MB.
-LOOPBACK_BYTES_PER_S = 1.5e9
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyTimes:
@@ -38,6 +34,33 @@ class ShardTimes:
 PLANNED_COPIES = CopyTimes(gathered_s_per_byte=0.3e-9, summed_s_per_byte=0.4e-9)
 """Copy times of one core, used if no run has measured them (`measure_shards`). The values were
 measured with a layer of GPT-2 124M on two busy cores of the development machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The connection of a rank to the next rank of a ring."""
+
+    bytes_per_s: float
+    """Rate at which a rank sends while it also receives."""
+    busy_s_per_byte: float = 0.0
+    """Compute time that a rank loses for each byte that it sends."""
+
+    def network(self, ranks: int, *, shards: ShardTimes | None = None) -> Network:
+        """Return a network of `ranks` ranks with this link between each two of them."""
+        return Network(
+            ranks=ranks,
+            bytes_per_s=self.bytes_per_s,
+            busy_s_per_byte=self.busy_s_per_byte,
+            shards=shards,
+        )
+
+
+LOCAL_LINK = Link(bytes_per_s=1.5e9, busy_s_per_byte=0.48e-9)
+"""The link of ranks on one machine, whose cores also copy and sum what the ranks exchange.
+
+The rate is that of gradient bytes in gloo's all-reduce of 32 MB of fp32 between two ranks, on two
+busy cores of the development machine; torchft PR #199 reports 15-19 Gbit/s for 4-40 MB. The compute
+time was measured with GPT-2's gradients (docs/explanations/scaling.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from payload.config.model_checks import require_split
 from payload.config.run_config import RunConfig
 from payload.estimates.compute_time import step_flops
 from payload.estimates.gradient_buckets import gradient_bytes
-from payload.estimates.network import Network
+from payload.estimates.network import Link
 from payload.estimates.sent_bytes import sent_bytes
 from payload.estimates.step_time import predict_step, run_step_time
 from payload.machines.speed_cache import RankSpeed
@@ -66,7 +66,7 @@ def estimate_run(
     *,
     spec: ModelSpec,
     world_size: int,
-    link_bytes_per_s: float,
+    link: Link,
     peak_flops_per_s: float | None = None,
     threads: int = 1,
     speed: RankSpeed | None = None,
@@ -74,16 +74,17 @@ def estimate_run(
 ) -> RunEstimate:
     """Estimate the run `config` of a model with this spec on `world_size` ranks.
 
-    `link_bytes_per_s` is a rank's send rate while it also receives; `peak_flops_per_s` is the sum
-    over ranks; `threads` is the number of threads of each rank; `speed` is the measured speed of a
-    rank; `tokens` is the number of tokens in a step (None = all sequences are full). Raises
-    ConfigError if the batch or the model cannot be divided over the ranks.
+    `link` is the connection between ranks; `peak_flops_per_s` is the sum over ranks; `threads` is
+    the number of threads of each rank; `speed` is the measured speed of a rank; `tokens` is the
+    number of tokens in a step (None = all sequences are full).
+
+    Raises ConfigError if the batch or the model cannot be divided over the ranks.
     """
     tokens = tokens or config.tokens_per_step()
     require_split(spec, config)
     accumulation = config.passes(world_size)
     grad_bytes = gradient_bytes(spec, config.distributed)
-    network = Network(ranks=world_size, bytes_per_s=link_bytes_per_s)
+    network = link.network(world_size)
     predicted = None
     if peak_flops_per_s:
         predicted = predict_step(

@@ -12,7 +12,7 @@ from payload.config.run_config import RunConfig
 from payload.estimates.compute_time import BACKWARD_SHARE, ComputeTime, compute_time
 from payload.estimates.gradient_buckets import buckets, bytes_per_gradient, gradient_bytes
 from payload.estimates.network import (
-    LOOPBACK_BYTES_PER_S,
+    LOCAL_LINK,
     PLANNED_COPIES,
     Network,
     ShardTimes,
@@ -108,7 +108,7 @@ def _waiting_step_time(
     Tensor ranks are on the same node and send through memory.
     """
     sent = sent_bytes(config, spec, ranks=network.ranks)
-    within_node = max(network.bytes_per_s, LOOPBACK_BYTES_PER_S)
+    within_node = max(network.bytes_per_s, LOCAL_LINK.bytes_per_s)
     exchange_s = sent.replicate / network.bytes_per_s
     exchange_s += _shard_exchange_s(config, spec, sent=sent, network=network)
     exchange_s += sent.tensor / within_node + sent.pipeline / network.bytes_per_s

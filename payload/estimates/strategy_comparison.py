@@ -9,6 +9,7 @@ from payload.config.launch_sections import DistributedSection
 from payload.config.model_checks import require_split
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError
+from payload.estimates.network import Link
 from payload.estimates.run_estimate import estimate_run
 from payload.machines.core_speed import typical_core_flops_per_s
 from payload.machines.rank_mesh import divisors
@@ -56,7 +57,7 @@ def compare_strategies(
     spec: ModelSpec,
     world_size: int,
     ranks_per_node: int,
-    link_bytes_per_s: float,
+    link: Link,
     peak_flops_per_s: float | None,
     free_bytes: int | None,
     threads: int = 1,
@@ -85,7 +86,7 @@ def compare_strategies(
             changed,
             spec=spec,
             world_size=world_size,
-            link_bytes_per_s=link_bytes_per_s,
+            link=link,
             peak_flops_per_s=peak_flops_per_s or assumed,
             threads=threads,
             speed=speed,

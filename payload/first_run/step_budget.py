@@ -8,7 +8,7 @@ from typing import Any
 from payload.config.run_config import RunConfig
 from payload.core.dtype import BF16_MIN_GAIN, Dtype
 from payload.core.errors import ConfigError
-from payload.estimates.network import LOOPBACK_BYTES_PER_S, Network
+from payload.estimates.network import LOCAL_LINK
 from payload.estimates.step_time import predict_step
 from payload.models.spec import ModelSpec
 
@@ -40,7 +40,7 @@ def step_seconds(config: RunConfig, spec: ModelSpec, preflight: Mapping[str, Any
         config.computing_in(dtype),
         config.adapted(spec.with_sequence_length(config.data.sequence_length)),
         peak_flops_per_s=bf16 if dtype == "bf16" else fp32,
-        network=Network(ranks=ranks, bytes_per_s=LOOPBACK_BYTES_PER_S),
+        network=LOCAL_LINK.network(ranks),
         threads=max(1, cores // ranks),
     )
     return _SHORT_SEQUENCES * predicted.parts.total_s()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,10 +10,11 @@ import torch
 
 from payload.config.run_config import RunConfig
 from payload.estimates.gradient_buckets import gradient_bytes
-from payload.estimates.network import Network, sends_per_byte
+from payload.estimates.network import LOCAL_LINK, Link, sends_per_byte
 from payload.estimates.quantized_cost import dequantize_s, dequantized_times, quantized_weights
 from payload.estimates.run_time import Speed
 from payload.estimates.step_time import predict_step
+from payload.machines.speed_process import cached_speed
 from payload.models.spec import ModelSpec
 from payload.train.gemm_and_network_benchmark import Calibration
 from payload.train.ranks.world import World
@@ -107,16 +109,23 @@ def _time(
     """Return the log lines on the gradient exchange and the time, and the seconds per step."""
     config = config.computing_in(calibration.dtype)
     speed = calibration.all_reduce_bytes_per_s
-    # One rank has no network traffic.
-    link = 1.0 if speed is None else speed * sends_per_byte(world.world_size)
-    network = Network(ranks=world.world_size, bytes_per_s=link, shards=calibration.shards)
+    is_one_machine = world.world_size == world.local_world_size
+    link = Link(
+        # One rank has no network traffic.
+        bytes_per_s=1.0 if speed is None else speed * sends_per_byte(world.world_size),
+        busy_s_per_byte=LOCAL_LINK.busy_s_per_byte if is_one_machine and world.is_cpu else 0.0,
+    )
+    threads = torch.get_num_threads()
+    # Another machine's cache is not at hand; a plan reads the same cache.
+    known = cached_speed(os.environ) if is_one_machine and world.is_cpu else None
     predicted = predict_step(
         config,
         spec,
         peak_flops_per_s=calibration.peak_flops_per_s,
-        network=network,
-        threads=torch.get_num_threads(),
+        network=link.network(world.world_size, shards=calibration.shards),
+        threads=threads,
         tokens=tokens,
+        speed=known.rank_speed(calibration.dtype, threads=threads) if known else None,
     )
     compute, step = predicted.compute, predicted.parts
     step_s = step.total_s()

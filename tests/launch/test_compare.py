@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from payload.config.run_config import parse_run_config
-from payload.estimates.network import LOOPBACK_BYTES_PER_S
+from payload.estimates.network import LOCAL_LINK, Link
 from payload.estimates.strategy_comparison import StrategyPrediction, compare_strategies
 from payload.models.gpt2.spec import PRESETS
 
@@ -24,7 +24,7 @@ def compared(
         spec=SPEC,
         world_size=ranks,
         ranks_per_node=2,
-        link_bytes_per_s=1e9,
+        link=Link(bytes_per_s=1e9),
         peak_flops_per_s=1e12,
         free_bytes=None if free_gib is None else free_gib * GIB,
     )
@@ -65,15 +65,15 @@ def test_what_does_not_fit_comes_last() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks_per_node", "bytes_per_s", "names"),
+    ("ranks_per_node", "link", "names"),
     [
-        (2, LOOPBACK_BYTES_PER_S, ["replicate", "tensor 2", "pipeline 2", "shard", "zero3"]),
-        (1, 9.6e8, ["replicate", "pipeline 2", "shard", "zero3"]),
-        (1, 1.2e8, ["pipeline 2", "replicate", "shard", "zero3"]),
+        (2, LOCAL_LINK, ["replicate", "tensor 2", "pipeline 2", "shard", "zero3"]),
+        (1, Link(bytes_per_s=9.6e8), ["replicate", "pipeline 2", "shard", "zero3"]),
+        (1, Link(bytes_per_s=1.2e8), ["pipeline 2", "replicate", "shard", "zero3"]),
     ],
 )
 def test_where_no_peak_was_measured_the_order_is_that_of_an_ordinary_core(
-    ranks_per_node: int, bytes_per_s: float, names: list[str]
+    ranks_per_node: int, link: Link, names: list[str]
 ) -> None:
     # The measured order, except for zero3 at 1 Gbit/s, which was not measured.
     words = ["batch.micro_batch_size=2", "batch.global_batch_size=8", "data.sequence_length=128"]
@@ -82,7 +82,7 @@ def test_where_no_peak_was_measured_the_order_is_that_of_an_ordinary_core(
         spec=PRESETS["gpt2"].with_sequence_length(128),
         world_size=2,
         ranks_per_node=ranks_per_node,
-        link_bytes_per_s=bytes_per_s,
+        link=link,
         peak_flops_per_s=None,
         free_bytes=None,
     )
@@ -99,7 +99,7 @@ def test_gpus_that_were_not_measured_wait_for_the_network_where_cores_would_comp
             spec=PRESETS["gpt2"],
             world_size=2,
             ranks_per_node=1,
-            link_bytes_per_s=1.25e9,
+            link=Link(bytes_per_s=1.25e9),
             peak_flops_per_s=None,
             free_bytes=None,
         )

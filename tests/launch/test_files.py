@@ -15,6 +15,7 @@ from payload.config.run_config import RunConfig, parse_run_config
 from payload.config.training_sections import PrecisionSection
 from payload.core.errors import ConfigError
 from payload.core.validation.records import build
+from payload.estimates.network import Link
 from payload.estimates.run_estimate import estimate_run
 from payload.launch.agent_launcher import AgentJob
 from payload.launch.environment import Rendezvous, common_environment
@@ -163,7 +164,9 @@ def test_plan_reads_back_as_it_was_written() -> None:
         world_size=4,
         ranks_per_node=2,
         nodes=2,
-        arithmetic=estimate_run(config, spec=shape_of(config), world_size=4, link_bytes_per_s=2e9),
+        arithmetic=estimate_run(
+            config, spec=shape_of(config), world_size=4, link=Link(bytes_per_s=2e9)
+        ),
         notes=("one",),
     )
     assert LaunchPlan.from_json(plan.to_json(), where="plan.json") == plan
@@ -198,7 +201,7 @@ def test_arithmetic_of_gpt2_on_three_nodes() -> None:
     config = parse_run_config(
         "[batch]\nglobal_batch_size = 96\nmicro_batch_size = 4\n[train]\nsteps = 10", where="test"
     )
-    numbers = estimate_run(config, spec=shape_of(config), world_size=3, link_bytes_per_s=2e9)
+    numbers = estimate_run(config, spec=shape_of(config), world_size=3, link=Link(bytes_per_s=2e9))
     assert numbers.params == 124_439_808
     assert numbers.tokens_per_step == 96 * 1024
     assert numbers.grad_accum_steps == 8
@@ -206,7 +209,7 @@ def test_arithmetic_of_gpt2_on_three_nodes() -> None:
     # A ring of 3 sends 4/3 of the gradients: 664 MB at 16 Gbit/s.
     assert numbers.sync_s == pytest.approx(0.332, abs=1e-3)
     assert (
-        estimate_run(config, spec=shape_of(config), world_size=1, link_bytes_per_s=2e9).sync_s
+        estimate_run(config, spec=shape_of(config), world_size=1, link=Link(bytes_per_s=2e9)).sync_s
         == 0.0
     )
     assert (numbers.compute_s, numbers.step_s) == (None, None)
@@ -218,7 +221,7 @@ def test_a_step_is_predicted_where_the_peak_was_measured() -> None:
         config,
         spec=shape_of(config),
         world_size=3,
-        link_bytes_per_s=2e9,
+        link=Link(bytes_per_s=2e9),
         peak_flops_per_s=12e12,
     )
     assert numbers.compute_s is not None and numbers.step_s is not None
@@ -231,4 +234,4 @@ def test_a_step_is_predicted_where_the_peak_was_measured() -> None:
 def test_a_batch_that_does_not_divide_names_those_that_do() -> None:
     config = parse_run_config("", where="test")
     with pytest.raises(ConfigError, match=r"global_batch_size = 32 .* Use 24 or 36"):
-        estimate_run(config, spec=shape_of(config), world_size=3, link_bytes_per_s=1e9)
+        estimate_run(config, spec=shape_of(config), world_size=3, link=Link(bytes_per_s=1e9))

@@ -10,6 +10,7 @@ from benchmarks.architecture_cases import CASES
 from payload.config.launch_sections import DistributedSection
 from payload.config.run_config import parse_run_config
 from payload.core.errors import ConfigError
+from payload.estimates.network import Link
 from payload.estimates.run_estimate import RunEstimate, estimate_run
 from payload.machines.rank_mesh import Mesh, require_tensor_ranks_on_a_node
 from payload.models.gpt2.spec import PRESETS
@@ -28,7 +29,7 @@ def numbers(*settings: str, spec: ModelSpec = GPT2, ranks: int = 4) -> RunEstima
         parse_run_config("", overrides=[*words, *settings], where="test"),
         spec=spec,
         world_size=ranks,
-        link_bytes_per_s=1e9,
+        link=Link(bytes_per_s=1e9),
         peak_flops_per_s=1e12,
     )
 

@@ -8,7 +8,7 @@ import pytest
 
 from payload.config.run_config import RunConfig, parse_run_config
 from payload.core.errors import ConfigError
-from payload.estimates.network import PLANNED_COPIES
+from payload.estimates.network import PLANNED_COPIES, Link
 from payload.estimates.run_estimate import RunEstimate, estimate_run
 from payload.models.gpt2.spec import PRESETS
 from payload.models.spec import PROCESS_BYTES
@@ -29,7 +29,7 @@ def numbers(*settings: str, ranks: int = 4) -> RunEstimate:
         config(*settings),
         spec=MEDIUM,
         world_size=ranks,
-        link_bytes_per_s=1e9,
+        link=Link(bytes_per_s=1e9),
         peak_flops_per_s=1e12,
     )
 

@@ -14,6 +14,7 @@ from payload.config.run_config import RunConfig, load_run_config, parse_run_conf
 from payload.core.errors import ConfigError, ExitCode, UsageError
 from payload.core.file_hash import sha256_of
 from payload.estimates import disk_room
+from payload.estimates.network import Link
 from payload.estimates.run_estimate import estimate_run
 from payload.formats.data_folder import load_meta
 from payload.models.gpt2.spec import Gpt2Spec
@@ -234,7 +235,7 @@ def test_a_full_disk_is_found_before_the_start(
     disk_room.require_room(
         workplace.runs / "x", checkpoint_bytes=shape.checkpoint_bytes(), keep=2, uploads=False
     )
-    numbers = estimate_run(config, spec=shape, world_size=2, link_bytes_per_s=1e9)
+    numbers = estimate_run(config, spec=shape, world_size=2, link=Link(bytes_per_s=1e9))
     assert numbers.params == shape.num_params()
 
 

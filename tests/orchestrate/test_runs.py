@@ -19,6 +19,7 @@ from payload.config.run_config import parse_run_config
 from payload.core.errors import ConfigError, DataError, UsageError
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.records import build
+from payload.estimates.network import Link
 from payload.estimates.run_estimate import estimate_run
 from payload.formats.data_folder import load_meta
 from payload.launch.ranks import place_ranks
@@ -291,7 +292,7 @@ def test_missing_data_and_short_data_are_named(tmp_path: Path) -> None:
 def test_a_plan_that_needs_more_memory_than_is_free_is_warned_of() -> None:
     placement = place_ranks(make_inventory().nodes, LaunchSection(ranks_per_node=2))
     config = parse_run_config("", where="test")
-    numbers = estimate_run(config, spec=PRESETS["gpt2"], world_size=2, link_bytes_per_s=1e9)
+    numbers = estimate_run(config, spec=PRESETS["gpt2"], world_size=2, link=Link(bytes_per_s=1e9))
     warning = memory_warning(numbers, placement, free_bytes=2**30)
     assert warning is not None and "1.0 GiB are free" in warning
     assert memory_warning(numbers, placement, free_bytes=2**50) is None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from payload.config.run_config import RunConfig
 from payload.core.errors import ConfigError
 from payload.core.python_processes import SAFE_PATH
-from payload.estimates.network import LOOPBACK_BYTES_PER_S
+from payload.estimates.network import LOCAL_LINK
 from payload.estimates.run_estimate import estimate_run
 from payload.launch.environment import malloc_environment
 from payload.launch.exports import dstack, mpijob, sbatch, skypilot, trainjob
@@ -52,7 +52,7 @@ def export_job(
         config,
         spec=spec,
         world_size=num_nodes * placement.ranks_per_node,
-        link_bytes_per_s=LOOPBACK_BYTES_PER_S,
+        link=LOCAL_LINK,
     )
     threads = min(rank.threads for rank in placement.ranks)
     environment = {

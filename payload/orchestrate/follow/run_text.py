@@ -22,7 +22,6 @@ from payload.core.regular_files import open_regular
 from payload.core.wrapped_lines import wrapped
 from payload.estimates.batch_size import USED
 from payload.estimates.disk_room import disk_words, most_checkpoints
-from payload.estimates.network import Network
 from payload.estimates.quantized_cost import QuantizedCost, quantized_cost
 from payload.estimates.run_estimate import RunEstimate
 from payload.estimates.run_time import RunTime, Speed, typical_speed
@@ -194,7 +193,7 @@ def _typical_speed(planned: ResolvedPlan, *, dequantize_s: float) -> tuple[Speed
         planned.plan.arithmetic,
         core_flops_per_s=planned.core_flops_per_s[predicted.dtype()],
         cores=cores,
-        network=Network(ranks=planned.plan.world_size, bytes_per_s=planned.link_bytes_per_s),
+        network=planned.link.network(planned.plan.world_size),
         dequantize_s=dequantize_s,
     )
     basis = (

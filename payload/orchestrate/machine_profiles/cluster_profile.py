@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
 from payload.core.errors import PreflightError
+from payload.estimates.network import Link
 from payload.launch.launcher import Launcher, Reach
 from payload.launch.launchers.registry import AUTO, candidates
 from payload.launch.plan_record import rank_program
@@ -83,10 +84,10 @@ class ClusterAccess:
     launcher: str = AUTO
 
     @property
-    def link_bytes_per_s(self) -> float:
-        """Return the measured or assumed bandwidth."""
+    def link(self) -> Link:
+        """Return the measured or assumed link."""
         known = self.measured.link_bytes_per_s() if self.measured else None
-        return known or ASSUMED_LINK_BYTES_PER_S
+        return Link(bytes_per_s=known or ASSUMED_LINK_BYTES_PER_S)
 
     def peak_flops_per_s(self, choice: DtypeChoice, *, threads: int) -> float | None:
         """Return the FLOP/s that the trial measured for its ranks, or None.

@@ -22,7 +22,7 @@ from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
 from payload.core.errors import PreflightError, UsageError
 from payload.core.python_processes import code_environment, code_path, module_command
-from payload.estimates.network import LOOPBACK_BYTES_PER_S
+from payload.estimates.network import LOCAL_LINK
 from payload.launch.launcher import Launcher, Reach
 from payload.launch.launchers.registry import AUTO
 from payload.launch.plan_record import rank_program
@@ -52,7 +52,7 @@ class LocalAccess:
     """This machine as a cluster with one node."""
 
     python = sys.executable
-    link_bytes_per_s = LOOPBACK_BYTES_PER_S
+    link = LOCAL_LINK
     launcher = AUTO
 
     def __init__(self, env: Mapping[str, str]) -> None:

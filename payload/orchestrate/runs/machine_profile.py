@@ -7,6 +7,7 @@ from typing import Protocol
 
 from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import Dtype
+from payload.estimates.network import Link
 from payload.launch.launcher import Launcher, Reach
 from payload.machines.inventory import Node
 from payload.machines.speed_cache import RankSpeed
@@ -25,8 +26,8 @@ class MachineProfile(Protocol):
         """Return the interpreter that runs the ranks."""
 
     @property
-    def link_bytes_per_s(self) -> float:
-        """Return the expected network bandwidth of the gradient all-reduce."""
+    def link(self) -> Link:
+        """Return the expected link of the gradient all-reduce."""
 
     def peak_flops_per_s(self, choice: DtypeChoice, *, threads: int) -> float | None:
         """Return the matmul speed of all ranks together in FLOP/s.

@@ -9,6 +9,7 @@ from payload.config.deepspeed_settings import render_deepspeed
 from payload.config.run_config import RunConfig
 from payload.core.dtype import Dtype
 from payload.core.files import write_whole
+from payload.estimates.network import Link
 from payload.estimates.strategy_comparison import StrategyPrediction
 from payload.launch.budget import TimeLimit
 from payload.launch.launcher import Launcher
@@ -68,8 +69,8 @@ class ResolvedPlan:
     """The resolved compute dtype without fp8."""
     core_flops_per_s: Mapping[Dtype, float]
     """GEMM peak of a core for each dtype: measured if possible, otherwise typical."""
-    link_bytes_per_s: float
-    """Rate at which a rank sends while it also receives: measured if possible."""
+    link: Link
+    """The connection between ranks: measured if possible."""
     speed_source: str = ""
     """Where the measured speeds come from; empty if the machines were not measured."""
     strategies: tuple[StrategyPrediction, ...] = ()

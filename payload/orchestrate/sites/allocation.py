@@ -28,6 +28,7 @@ from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import NODE_NAME
 from payload.core.validation.records import build
+from payload.estimates.network import Link
 from payload.launch.environment import launcher_environment
 from payload.launch.launcher import Launcher, Reach
 from payload.launch.launchers.srun import LAUNCHER, NODE_COMMAND, each_node_command
@@ -82,7 +83,7 @@ class SlurmAccess(LocalAccess):
     """
 
     launcher = LAUNCHER.name
-    link_bytes_per_s = _GUESSED_BYTES_PER_S
+    link = Link(bytes_per_s=_GUESSED_BYTES_PER_S)
 
     def __init__(self, env: Mapping[str, str], reports: Mapping[str, NodeReport]) -> None:
         super().__init__(env)
