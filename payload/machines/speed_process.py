@@ -29,9 +29,12 @@ _NOT_MEASURED = "note: the speed of this machine is not measured"
 _TIMEOUT_S = 120.0
 
 
-def cached_speed(env: Mapping[str, str]) -> MachineSpeed | None:
-    """Return this machine's cached measurement; None if it is missing or the cores were busy."""
-    return None if _uses_table(env) else _usable(_cached(env))
+def cached_speed(env: Mapping[str, str], *, cores: int | None = None) -> MachineSpeed | None:
+    """Return this machine's cached measurement; None if it is missing or the cores were busy.
+
+    A process that may use only some of the machine's cores passes the number of all `cores`.
+    """
+    return None if _uses_table(env) else _usable(_cached(env, cores=cores))
 
 
 def measured_speed(
@@ -55,8 +58,8 @@ def measured_speed(
     return _usable(found)
 
 
-def _cached(env: Mapping[str, str]) -> MachineSpeed | None:
-    key = SpeedKey.of_this_machine(env)
+def _cached(env: Mapping[str, str], *, cores: int | None = None) -> MachineSpeed | None:
+    key = SpeedKey.of_this_machine(env, cores=cores)
     with suppress(RuntimeError):  # without a home
         return read_speed(speed_folder(env), key) if key else None
     return None

@@ -117,7 +117,9 @@ def _time(
     )
     threads = torch.get_num_threads()
     # Another machine's cache is not at hand; a plan reads the same cache.
-    known = cached_speed(os.environ) if is_one_machine and world.is_cpu else None
+    known = None
+    if is_one_machine and world.is_cpu:
+        known = cached_speed(os.environ, cores=world.world_size * threads)
     predicted = predict_step(
         config,
         spec,
