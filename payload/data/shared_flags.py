@@ -36,8 +36,9 @@ def add_reading_flags(more: AddFlag) -> None:
         "--columns",
         type=_columns,
         metavar="COLUMN=NAME,...",
-        help="read columns under other names: a role, as in question=user,answer=assistant, or a "
-        "known column, as in dialog=messages; columns with the same new name are joined",
+        help="rename columns of the data. The new name is a role, as in "
+        "question=user,answer=assistant, or a column that is read, as in dialog=messages; the "
+        "texts of columns with the same new name are joined",
     )
     more(
         "--ignore-key",
@@ -98,9 +99,9 @@ def add_dedup_flag(more: AddFlag) -> None:
         "--dedup",
         choices=get_args(Dedup),
         metavar="HOW",
-        help="remove rows that repeat an earlier row. exact: with the same trained content; near: "
-        "also rows that are about 80 %% equal, with the same order of words; none: keep all rows "
-        "(default: only remove training rows that are also validation rows; text: none)",
+        help="remove repeated rows. exact: rows with the trained content of an earlier row; near: "
+        "also rows that are about 80 %% equal to an earlier row, with the words in the same order; "
+        "none: no rows (default: only training rows that are also validation rows; for text, none)",
     )
 
 

@@ -350,9 +350,9 @@ def parser() -> CommandParser:
         action="extend",
         required=True,
         metavar="FILE[:WEIGHT]",
-        help="files or folders of conversations, labelled texts or text (JSON, CSV, parquet, ...), "
-        "or a hub dataset; files named train, valid, test are splits; a row of a.jsonl:3 is three "
-        "times in an epoch",
+        help="training data: files or folders (JSON, CSV, parquet, text, ...), or a dataset on the "
+        "hub. Files named train, valid and test are the splits. With a.jsonl:3, an epoch has each "
+        "row of a.jsonl three times",
     )
     add(
         "--task",

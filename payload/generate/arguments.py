@@ -54,8 +54,8 @@ def _add_prompts(made: CommandParser) -> None:
     prompt.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="file with one prompt a line; in a .jsonl file, objects with prompt (--chat: or "
-        "messages); - = stdin",
+        help="file with a prompt on each line. A .jsonl file has an object with the key prompt on "
+        "each line, with --chat also with the key messages instead; - = stdin",
     )
     prompt.add_argument(
         "--input",
@@ -146,9 +146,9 @@ def _add_sampling(made: CommandParser) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="end the text before this string; can be repeated. The tokens in the model's "
-        "generation_config.json always end the text, with --chat also the template's "
-        "end-of-turn token",
+        help="end the text before the first TEXT; can be repeated. The end tokens in the model's "
+        "generation_config.json always end the text; with --chat, the template's end-of-turn token "
+        "does too",
     )
 
 

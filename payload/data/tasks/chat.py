@@ -69,9 +69,10 @@ class ChatTask(Task):
             "--thoughts",
             choices=THOUGHTS,
             metavar="HOW",
-            help="keep: train the rows' thoughts; drop: remove them; empty: if the prompt opens a "
-            "block of thoughts but the row has no thought, also train the end of the block; "
-            f"refuse: reject such rows (default: {THOUGHTS[0]})",
+            help="the assistant's thoughts (reasoning) in the rows. keep: train them; drop: remove "
+            "them; empty, refuse: like keep, except for a row without a thought whose prompt opens "
+            "a block of thoughts. For such a row, empty trains the end of the block before the "
+            f"answer, and refuse rejects the row (default: {THOUGHTS[0]})",
         )
         add(
             "--train-on",
