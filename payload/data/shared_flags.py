@@ -100,7 +100,7 @@ def add_dedup_flag(more: AddFlag) -> None:
         choices=get_args(Dedup),
         metavar="HOW",
         help="remove repeated rows. exact: rows with the trained content of an earlier row; near: "
-        "also rows that are about 80 %% equal to an earlier row, with the words in the same order; "
+        "also rows that are about 80 %% equal to an earlier row, with words in the same order; "
         "none: no rows (default: only training rows that are also validation rows; for text, none)",
     )
 

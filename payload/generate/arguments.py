@@ -54,8 +54,8 @@ def _add_prompts(made: CommandParser) -> None:
     prompt.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="file with a prompt on each line. A .jsonl file has an object with the key prompt on "
-        "each line, with --chat also with the key messages instead; - = stdin",
+        help="file with a prompt on each line; .jsonl: an object with the key prompt (--chat: or "
+        "messages) on each line; - = stdin",
     )
     prompt.add_argument(
         "--input",
