@@ -54,8 +54,8 @@ def _add_prompts(made: CommandParser) -> None:
     prompt.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="file with a prompt on each line; .jsonl: an object with the key prompt (--chat: or "
-        "messages) on each line; - = stdin",
+        help="file with a prompt a line; in .jsonl, an object with the key prompt, or with "
+        "--chat messages; - = stdin",
     )
     prompt.add_argument(
         "--input",
