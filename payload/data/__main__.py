@@ -150,8 +150,8 @@ def parser() -> CommandParser:
     verify.add_argument(
         "--add-hashes",
         action="store_true",
-        help="add hashes to the meta.json of an older release: one hash for each range of a file. "
-        "Training verifies a range when it reads the range",
+        help="add to the meta.json of an older release a hash for each range of its files, with "
+        "which training verifies a range when it reads it",
     )
     _add_show_flags(
         commands.add_parser(
@@ -265,7 +265,7 @@ def _add_output_flags(parser: CommandParser) -> None:
         type=positive_int,
         default=64,
         metavar="MIB",
-        help="MiB of output after which the progress is saved (default: %(default)s)",
+        help="save the progress after every MIB MiB of output (default: %(default)s)",
     )
     add("--dry-run", action="store_true", help="print the estimated output; write nothing")
     # `finetune` passes both: the first if the run has task.class_weights.

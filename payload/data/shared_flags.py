@@ -30,7 +30,7 @@ def add_reading_flags(more: AddFlag) -> None:
     more(
         "--skip-bad",
         action="store_true",
-        help="skip and count bad documents instead of stopping at the first",
+        help="skip bad documents and count them, instead of stopping at the first one",
     )
     more(
         "--columns",
@@ -55,8 +55,8 @@ def add_hub_flags(more: AddFlag) -> None:
     more(
         "--split",
         metavar="NAME",
-        help=f"hf: split (default: {DEFAULT_SPLIT}, and the validation split for validation, "
-        "except for --task text)",
+        help=f"hf: split to use (default: {DEFAULT_SPLIT}, with the dataset's validation split as "
+        "validation data, except for --task text)",
     )
 
 
@@ -65,8 +65,9 @@ def add_tokenizer_check_flag(more: AddFlag) -> None:
     more(
         "--allow-odd-tokenizer",
         action="store_true",
-        help="continue although a check of the tokenizer fails: no or unusually many tokens, over "
-        "1 %% unknown tokens, text lost in decoding, or a vocabulary that does not fit the model",
+        help="continue even if a check of the tokenizer fails: the texts have no tokens, unusually "
+        "many, or over 1 %% unknown ones, decoding loses text, or the vocabulary does not fit the "
+        "model",
     )
 
 
@@ -77,8 +78,8 @@ def add_special_tokens_flag(more: AddFlag) -> None:
         nargs="+",
         default=(),
         metavar="TOKEN",
-        help="add these special tokens to the tokenizer, as in '<|tool|>'; training adds a row per "
-        "token to the embedding and the output head; a new row starts as the mean of the old rows",
+        help="add special tokens to the tokenizer, as in '<|tool|>'. For each token, training adds "
+        "a row to the embedding and to the output head, which starts as the mean of the old rows",
     )
 
 
@@ -88,8 +89,8 @@ def add_val_fraction_flag(more: AddFlag) -> None:
         "--val-fraction",
         type=fraction,
         metavar="SHARE",
-        help="fraction for validation (default: 0.1, or about 100 documents if there are over "
-        "1,000; at least 0.0005)",
+        help="fraction of the documents for validation (default: 0.1, but of more than 1,000 "
+        "documents about 100; at least 0.0005)",
     )
 
 

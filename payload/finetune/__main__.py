@@ -365,7 +365,7 @@ def parser() -> CommandParser:
         "--sequence-length",
         type=_positive,
         metavar="TOKENS",
-        help="the same as --set data.sequence_length=TOKENS (default: chosen from the data)",
+        help="block length, as --set data.sequence_length=TOKENS (default: chosen from the data)",
     )
     add_reading_flags(more)
     add_hub_flags(more)
@@ -404,12 +404,13 @@ def parser() -> CommandParser:
     more(
         "--no-samples",
         action="store_true",
-        help="leave out the report's samples of two validation prompts before and after the run",
+        help="do not generate the report's answers to two validation prompts, before and after "
+        "the run",
     )
     add(
         "--yes",
         action="store_true",
-        help="start without confirmation, even for over a day",
+        help="start without confirmation, even a run of over a day",
     )
     add("--force", action="store_true", help="replace the data and run.toml of an earlier command")
     alone = made.add_mutually_exclusive_group().add_argument

@@ -65,7 +65,7 @@ def _add_prompts(made: CommandParser) -> None:
     made.add_argument(
         "--classify",
         action="store_true",
-        help="classify texts: --prompt, or each line of --input",
+        help="classify the text of --prompt, or each line of --input",
     )
     chat = made.add_argument_group("chat").add_argument
     chat(

@@ -55,15 +55,16 @@ class ChatTask(Task):
             "--chat-template",
             type=Path,
             metavar="FILE",
-            help="Jinja file instead of the tokenizer's template; trl:NAME: from the package trl",
+            help="Jinja file to use instead of the tokenizer's template, or trl:NAME for a "
+            "template of the package trl",
         )
         add(
             "--template-var",
             type=template_variable,
             action="append",
             metavar="NAME=VALUE",
-            help="variable of the template, such as enable_thinking=false; the value is JSON, "
-            "otherwise text (repeatable)",
+            help="set a variable of the template, as in enable_thinking=false. The value is JSON, "
+            "or text if it is not valid JSON; can be repeated",
         )
         add(
             "--thoughts",
@@ -85,8 +86,8 @@ class ChatTask(Task):
             "--on-long",
             choices=ON_LONG,
             metavar="HOW",
-            help="conversation longer than a block: truncate, drop or refuse it, or split it into "
-            f"several blocks (default: {ON_LONG[0]})",
+            help="truncate, drop or refuse a conversation that is longer than a block, or split it "
+            f"into several blocks (default: {ON_LONG[0]})",
         )
         add(
             "--group-column",

@@ -34,8 +34,8 @@ class ClassifyTask(Task):
             "--label-map",
             nargs="+",
             metavar="VALUES=LABEL",
-            help="labels of the column's values, such as 1,2=negative 4,5=positive 3= ; values "
-            "with an empty label are skipped, values without a rule are an error",
+            help="labels for values of the label column, as in 1,2=negative 4,5=positive 3= . Rows "
+            "with the value of an empty label are skipped; a value that is not listed is an error",
         )
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:

@@ -221,7 +221,7 @@ class RunOptions(NewRunOptions):
     open: bool = option("show the report in the browser at the end")
     next: bool = option(SUPPRESS)  # payload.finetune sets this
     """If set, a finished run prints the commands that use its model."""
-    yes: bool = option("start without confirmation, even for over a day")
+    yes: bool = option("start without confirmation, even a run of over a day")
     profile: int | None = option(
         "trace this step on rank 0 (or on the rank in train.profile_rank), and print its "
         "operators, slowest first",
