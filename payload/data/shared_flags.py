@@ -89,8 +89,8 @@ def add_val_fraction_flag(more: AddFlag) -> None:
         "--val-fraction",
         type=fraction,
         metavar="SHARE",
-        help="fraction of the documents for validation (default: 0.1, but of more than 1,000 "
-        "documents about 100; at least 0.0005)",
+        help="fraction for validation (default: 0.1, but of over 1,000 documents about 100; at "
+        "least 0.0005)",
     )
 
 
