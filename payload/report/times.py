@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from payload.report.source import Run
 from payload.run_record.metrics_log import RankTimes
-from payload.run_record.stragglers import find_stragglers
+from payload.run_record.stragglers import stragglers_of
 
 MOST_RANKS = 64
 _MOST_SLOW = 8
@@ -40,4 +40,4 @@ def slowest_ranks(means: RankTimes) -> Sequence[int]:
 
 def slow_ranks(run: Run) -> list[str]:
     """Return a sentence for each of the last 8 times that a rank was slow."""
-    return [each.words() for each in find_stragglers(run.steps)[-_MOST_SLOW:]]
+    return [each.words() for each in stragglers_of(run.timed_steps)[-_MOST_SLOW:]]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from payload.core.validation.fields import checked
-from payload.run_record.metrics_log import rank_times
+from payload.run_record.metrics_log import RankTimes, rank_times
 
 _SLOW = 1.25
 """Ratio above which a rank is slow: the rank's work time divided by the other ranks' median. A rank
@@ -120,17 +120,21 @@ class StragglerWatch:
     def add(self, row: Mapping[str, Any]) -> list[Straggler]:
         """Return the episodes of slow ranks that begin or end with this row."""
         times = rank_times(row)
-        if times is None or row["step"] <= _WARM_UP_STEPS or len(times.data) < 2:
+        return [] if times is None else self.add_times(row["step"], times)
+
+    def add_times(self, step: int, times: RankTimes) -> list[Straggler]:
+        """Return the episodes of slow ranks that begin or end with the row of this step."""
+        if step <= _WARM_UP_STEPS or len(times.data) < 2:
             return []
         work = times.work()
         if self._rows and len(self._rows[-1].work) != len(work):
             self._rows.clear()
             self._slow.clear()
             self._episodes.clear()
-        elif self._rows and row["step"] <= self._rows[-1].step:
+        elif self._rows and step <= self._rows[-1].step:
             # Restarted ranks repeat steps.
             self._rows.clear()
-        self._rows.append(_Row(row["step"], times.steps, work, _others(work)))
+        self._rows.append(_Row(step, times.steps, work, _others(work)))
         is_even = max(work) < _SLOW * min(work)
         if (is_even and not self._slow) or sum(each.steps for each in self._rows) < _STEPS:
             return []
@@ -248,10 +252,15 @@ def by_rank(stragglers: Iterable[Straggler]) -> list[SlowRank]:
 
 def find_stragglers(rows: Iterable[Mapping[str, Any]]) -> tuple[Straggler, ...]:
     """Return all episodes in chronological order."""
+    steps = (row for row in rows if "loss" in row)
+    return stragglers_of((row["step"], times) for row in steps if (times := rank_times(row)))
+
+
+def stragglers_of(timed_steps: Iterable[tuple[int, RankTimes]]) -> tuple[Straggler, ...]:
+    """Return all episodes in chronological order, from each step's number and times."""
     watch, ended = StragglerWatch(), []
-    for row in rows:
-        if "loss" in row:
-            ended += [each for each in watch.add(row) if each.last_step is not None]
+    for step, times in timed_steps:
+        ended += [each for each in watch.add_times(step, times) if each.last_step is not None]
     return tuple(sorted([*ended, *watch.slow()], key=lambda each: (each.first_step, each.rank)))
 
 
