@@ -77,3 +77,23 @@ def test_auto_ends_with_one_line_to_send(tmp_path: Path) -> None:
     )
     assert expected in line
     assert f"{result['ratio_vs_transformers']:.2f} times transformers" in line
+
+
+@pytest.mark.slow
+def test_the_profile_s_kinds_make_up_the_step(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    sizes = ["--micro-batch-size", "1", "--sequence-length", "16", "--steps", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.step_profile", "--model", str(tmp_path), *sizes],
+        cwd=REPO,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["s"].keys() >= {"layers: forward matmuls", "other"}
+    # Each kind's time is rounded to a tenth of a millisecond.
+    assert sum(result["s"].values()) == pytest.approx(result["step_s"], abs=1e-4 * len(result["s"]))
