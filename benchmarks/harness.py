@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from payload.core.files import write_whole
+from payload.kernels.cpu_allocator import use_plain_malloc
 from payload.launch.environment import malloc_environment
 from payload.machines.machine_facts import read_cpu
 
@@ -184,10 +185,14 @@ def medians(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def use_run_allocator() -> None:
-    """Restart this program with a run's allocator settings, which glibc reads at process start."""
+    """Restart this program with a run's allocator settings, and allocate tensors as a run does.
+
+    glibc reads the settings at process start.
+    """
     tuned = malloc_environment("tuned")
     if not tuned.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | tuned)
+    use_plain_malloc()
 
 
 def markdown_table(head: str, rows: Iterable[Sequence[str]]) -> str:

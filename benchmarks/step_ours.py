@@ -33,7 +33,7 @@ _MATMULS = 50
 def main(work: dict[str, Any]) -> None:
     """Take the steps, and print one JSON object."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    if work["plain_malloc"]:
+    if work.get("plain_malloc"):
         use_plain_malloc()
     torch.manual_seed(1)
     spec = trained_spec(work)

@@ -116,10 +116,7 @@ def main(argv: Sequence[str]) -> int:
     add("--steps", type=int, default=6, help="the first warms up")
     arguments = benchmark.parse(argv)
     use_run_allocator()
-    options = vars(arguments) | {
-        **{"accumulation": 1, "adapter": None, "kernels": "auto"},
-        "plain_malloc": True,
-    }
+    options = vars(arguments) | {"accumulation": 1, "adapter": None, "kernels": "auto"}
     work = {key: each for key, each in options.items() if key != "page"}
     with timers() as profile:
         step_ours.main(work)

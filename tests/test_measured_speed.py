@@ -220,7 +220,7 @@ def test_only_a_run_on_idle_cores_of_one_machine_refreshes_the_speed(
 
     assert not refreshed(world, 0.5)
     assert not refreshed(replace(world, kind="cuda"), 0.0)
-    assert not refreshed(replace(world, local_world_size=0), 0.0)  # ranks on several machines
+    assert not refreshed(replace(world, world_size=2), 0.0)  # a rank on each of two machines
     assert refreshed(world, 0.1)
 
 

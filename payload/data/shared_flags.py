@@ -79,7 +79,8 @@ def add_special_tokens_flag(more: AddFlag) -> None:
         default=(),
         metavar="TOKEN",
         help="add special tokens to the tokenizer, as in '<|tool|>'. For each token, training adds "
-        "a row to the embedding and to the output head, which starts as the mean of the old rows",
+        "a row to the embedding and one to the output head. A new row starts as the mean of the "
+        "old rows",
     )
 
 

@@ -30,7 +30,7 @@ from payload.machines.core_use import MOST_OTHERS
 from payload.machines.machine import discover
 from payload.machines.machine_facts import read_cpu
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 ISA_VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",

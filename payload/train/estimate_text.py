@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -109,16 +109,12 @@ def _time(
     """Return the log lines on the gradient exchange and the time, and the seconds per step."""
     config = config.computing_in(calibration.dtype)
     speed = calibration.all_reduce_bytes_per_s
-    is_one_machine = world.world_size == world.local_world_size
-    link = Link(
-        # One rank has no network traffic.
-        bytes_per_s=1.0 if speed is None else speed * sends_per_byte(world.world_size),
-        busy_s_per_byte=LOCAL_LINK.busy_s_per_byte if is_one_machine and world.is_cpu else 0.0,
-    )
-    threads = torch.get_num_threads()
-    # Another machine's cache is not at hand; a plan reads the same cache.
-    known = None
-    if is_one_machine and world.is_cpu:
+    # One rank has no network traffic.
+    link = Link(bytes_per_s=1.0 if speed is None else speed * sends_per_byte(world.world_size))
+    threads, known = torch.get_num_threads(), None
+    if world.is_cpu and world.nodes() == 1:
+        link = replace(link, busy_s_per_byte=LOCAL_LINK.busy_s_per_byte)
+        # The plan of a run on this machine reads the same measurement.
         known = cached_speed(os.environ, cores=world.world_size * threads)
     predicted = predict_step(
         config,

@@ -30,6 +30,7 @@ from payload.core.command_line import CommandParser
 from payload.core.dtype import Dtype
 from payload.core.errors import BootstrapError, ExitCode, TileforgeError, TrainingError
 from payload.estimates.compute_time import layer_speed
+from payload.kernels.cpu_allocator import use_plain_malloc
 from payload.kernels.kernels import Kernels
 from payload.kernels.library import load_library
 from payload.kernels.unavailable import KernelsUnavailableError
@@ -74,6 +75,7 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
         key = SpeedKey.of_this_machine(env, cores=sum(len(each.cores) for each in domains))
         if key is None:
             raise BootstrapError("the package torch has no metadata", fix="Install torch again.")
+        use_plain_malloc()
         speeds = measure(domains)
         speed = machine_speed(key, speeds, now_unix=time.time())
         if speed.is_usable():

@@ -19,9 +19,10 @@ def refresh_known_speed(calibration: Calibration, world: World, *, others_share:
     `others_share` is the share of this rank's cores that other programs used during calibration. If
     the share is large, the speed is not updated. All ranks call this function.
     """
+    if world.nodes() > 1 or not world.is_cpu:
+        return
     cores = sum(world.gather(torch.get_num_threads(), int))
-    is_one_machine = world.world_size == world.local_world_size
-    if world.is_main and world.is_cpu and is_one_machine and others_share <= MOST_OTHERS:
+    if world.is_main and others_share <= MOST_OTHERS:
         refresh_speed(
             os.environ,
             cores=cores,

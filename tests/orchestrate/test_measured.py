@@ -190,7 +190,7 @@ def test_figures_of_ranks_become_those_of_their_nodes() -> None:
     )
     alone = Measured.from_result(result_of(ranks[:1], None))
     prediction = predict(CONFIG, GPT2, alone)
-    assert alone.link_bytes_per_s() is None and prediction.sync_s == 0.0
+    assert alone.link() is None and prediction.sync_s == 0.0
     assert summary(alone, prediction).startswith("measured with one rank, so without an exchange; ")
 
 

@@ -35,7 +35,7 @@ class ClassifyTask(Task):
             nargs="+",
             metavar="VALUES=LABEL",
             help="labels for values of the label column, as in 1,2=negative 4,5=positive 3= . Rows "
-            "with the value of an empty label are skipped; a value that is not listed is an error",
+            "whose value has an empty label are skipped; a value that is not listed is an error",
         )
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:

@@ -19,7 +19,7 @@ from payload.core.validation.fields import checked
 from payload.core.validation.json_text import parse_json
 from payload.core.validation.names import NODE_NAME
 from payload.core.validation.records import build, check_schema
-from payload.estimates.network import sends_per_byte
+from payload.estimates.network import LOCAL_LINK, Link, sends_per_byte
 from payload.launch.launcher import BOOTSTRAP_AGAIN, MISSING_LIBRARY, Launcher
 from payload.machines.inventory import Node
 from payload.orchestrate.findings.nodes import GPU, NCCL, Finding
@@ -322,10 +322,16 @@ class Measured:
             on_gpus=on_gpus,
         )
 
-    def link_bytes_per_s(self) -> float | None:
-        """Return the rate at which a rank both sends and receives in an all-reduce."""
+    def link(self) -> Link | None:
+        """Return the link of an all-reduce; None with one rank."""
         speed = self.all_reduce_bytes_per_s
-        return None if speed is None else speed * sends_per_byte(self.world_size)
+        if speed is None:
+            return None
+        shares_cores = len(self.nodes) == 1 and not self.on_gpus
+        return Link(
+            bytes_per_s=speed * sends_per_byte(self.world_size),
+            busy_s_per_byte=LOCAL_LINK.busy_s_per_byte if shares_cores else 0.0,
+        )
 
     def dtype(self, choice: DtypeChoice) -> Dtype:
         """Return the dtype that a run would choose."""

@@ -86,8 +86,8 @@ class ClusterAccess:
     @property
     def link(self) -> Link:
         """Return the measured or assumed link."""
-        known = self.measured.link_bytes_per_s() if self.measured else None
-        return Link(bytes_per_s=known or ASSUMED_LINK_BYTES_PER_S)
+        known = self.measured.link() if self.measured else None
+        return known or Link(bytes_per_s=ASSUMED_LINK_BYTES_PER_S)
 
     def peak_flops_per_s(self, choice: DtypeChoice, *, threads: int) -> float | None:
         """Return the FLOP/s that the trial measured for its ranks, or None.

@@ -16,7 +16,7 @@ from rich.table import Table
 from payload.config.run_config import RunConfig
 from payload.core.dtype import BF16_MIN_GAIN
 from payload.core.errors import ExitCode, TileforgeError, most_telling
-from payload.estimates.network import Network
+from payload.estimates.network import LOCAL_LINK
 from payload.estimates.step_time import predict_step
 from payload.launch.ranks import Placement
 from payload.machines.core_speed import flags_have_bf16
@@ -64,10 +64,9 @@ def predict(
     config: RunConfig, spec: ModelSpec, measured: Measured, *, threads: int = 1
 ) -> Prediction:
     """Predict the times of one step, for ranks with `threads` threads."""
-    link = measured.link_bytes_per_s()
     config = config.computing_in(measured.dtype(config.precision.dtype))
     # One rank has no link.
-    network = Network(ranks=measured.world_size, bytes_per_s=link or 1.0)
+    network = (measured.link() or LOCAL_LINK).network(measured.world_size)
     peak = measured.peak_flops_per_s(config.dtype())
     step = predict_step(config, spec, peak_flops_per_s=peak, network=network, threads=threads)
     return Prediction(
@@ -81,14 +80,14 @@ def predict(
 
 def summary(measured: Measured, prediction: Prediction) -> str:
     """Return one line about the network and its effect on the step time."""
-    link = measured.link_bytes_per_s()
+    link = measured.link()
     if link is None or measured.latency_s is None:
         return (
             f"measured with one rank, so without an exchange; predicted for {prediction.what}: "
             f"{_seconds(prediction.compute_s)} of computing"
         )
     return (
-        f"all-reduce over {measured.world_size} ranks: {bits_text(link)} each way, "
+        f"all-reduce over {measured.world_size} ranks: {bits_text(link.bytes_per_s)} each way, "
         f"{measured.latency_s * 1e3:.1f} ms; predicted for {prediction.what}: "
         f"{_seconds(prediction.sync_s)} of synchronisation beside "
         f"{_seconds(prediction.compute_s)} of computing, {_seconds(prediction.step_s)} a step"
@@ -130,11 +129,12 @@ def exchange_findings(
         return
     names = [node.name for node in nodes]
     slow = slow_links(names, measured)
-    link = measured.link_bytes_per_s()
+    link = measured.link()
     whose = "its link is slow" if slow else f"the network between {', '.join(names)} is slow"
     for name in slow or names[:1]:
         received = measured.nodes[name].received_bytes_per_s
-        speed = received if slow and received is not None else link or 0.0
+        between = link.bytes_per_s if link else 0.0
+        speed = received if slow and received is not None else between
         cause = (
             f"{whose}, {bits_text(speed)}: predicted {_seconds(prediction.sync_s)} of "
             f"synchronisation a step beside {_seconds(prediction.compute_s)} of computing "
