@@ -17,7 +17,7 @@ from payload.train.optimizers.optimizer import build_optimizers
 
 MEASURED_SPEC = layers_to_measure()
 _TOKENS = (64, 512)
-_FEWEST_STEPS = 2
+_FEWEST_STEPS = 3
 _BUDGET_S = 0.6
 
 

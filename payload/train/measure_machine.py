@@ -44,6 +44,8 @@ from payload.train.ranks.world import World
 _PRODUCT_S = 0.08
 """Time for each size of matmul: up to two sizes in each of two dtypes."""
 _UPDATE_S = 0.15
+_FEWEST_UPDATES = 3
+"""Number of updates whose median one disturbed update does not decide."""
 _UPDATED_WEIGHTS = 2**24
 """Number of weights in the measured update. The update reads and writes 28 bytes per weight, more
 in total than most caches hold."""
@@ -249,7 +251,7 @@ class _Update:
         """Return the weights per second of the median update."""
         took_s: list[float] = []
         ends_s = time.perf_counter() + _UPDATE_S
-        while not took_s or time.perf_counter() < ends_s:
+        while len(took_s) < _FEWEST_UPDATES or time.perf_counter() < ends_s:
             began_s = time.perf_counter()
             self._step()
             took_s.append(time.perf_counter() - began_s)
