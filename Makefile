@@ -54,6 +54,8 @@ TEST_PACKAGES := openssh-server openssh-client debootstrap iproute2 systemd-cont
 	chromium chromium-driver fish zsh prometheus prometheus-node-exporter sshfs
 # The tests that `make test` leaves to `make test-all`; `engine` and `ipex` have their own targets.
 LONG_TESTS := slow or sshd or rig or nfs
+# Half of the other files import torch and transformers, in each of pytest's workers.
+LONG_FILES = $(shell grep -rlE 'mark\.($(subst $() or ,|,$(LONG_TESTS)))\b' tests --include='test_*.py')
 PYTEST := $(PY) -m pytest --no-loadscope-reorder --numprocesses
 
 .PHONY: help run data test test-all test-packages test-engine test-seeds test-ipex check fix dashboard bench docs lock setup setup-run setup-ipex wheels site clean
@@ -85,7 +87,7 @@ test: setup  ## set up if needed, then the tests of minutes: no machines, no ser
 	$(PYTEST) $(WORKERS) -m 'not ($(LONG_TESTS) or engine or ipex or seeds)' $(ARGS)
 
 test-all: test-packages test  ## make test, then every other test that needs no cloud (as root on Debian)
-	$(PYTEST) $(LONG_WORKERS) -m '($(LONG_TESTS)) and not seeds' $(ARGS)
+	$(PYTEST) $(LONG_WORKERS) -m '($(LONG_TESTS)) and not seeds' $(LONG_FILES) $(ARGS)
 	$(MAKE) test-ipex
 
 test-packages:  ## as root on Debian or Ubuntu: install what tests start besides

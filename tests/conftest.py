@@ -20,6 +20,7 @@ from tests.support.accelerate_state import forget_accelerate
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import TINY_RUN
 from tests.support.left_out import leave_out, notes
+from tests.support.long_tests import require_marks_in_files
 from tests.support.machine_speed import use_table_of_speeds
 from tests.support.memory_folder import use_memory, use_own_state
 from tests.support.prometheus import leave_out_without_prometheus
@@ -129,6 +130,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the longest groups first, and skip tests that mount file systems if impossible."""
+    require_marks_in_files(items)
     items.sort(key=lambda item: groups.place_of(item.nodeid))
     leave_out_without_prometheus(config, items)
     if has_bf16() is False:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,10 +48,19 @@ def write(path: Path, rows: Sequence[Row]) -> Path:
     return path
 
 
+# Every task, and every format of files, which are read in the same way for every task.
+_SAMPLE = (("text", ".csv"), ("classify", ".csv"), ("chat", ".parquet"), ("preference", ".jsonl"))
+
+
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    ("task", "suffix"),
+    [
+        pytest.param(*each, marks=() if each in _SAMPLE else pytest.mark.seeds)
+        for each in itertools.product(TASKS, (".csv", ".jsonl", ".parquet"))
+    ],
+)
 def test_columns_in_another_case_give_the_same_tokens_as_the_known_names(
     task: TaskKind, suffix: str, tmp_path: Path
 ) -> None:

@@ -246,6 +246,7 @@ def test_parquet_is_requested_at_a_fixed_commit(hub_commands: HubCommands) -> No
     assert "nothing to do" in done["ready"].stderr
 
 
+@pytest.mark.slow
 def test_openwebtext_is_pinned(hub_commands: HubCommands) -> None:
     source = build_source(SourceRequest(kind="openwebtext"))
     assert source.identity()[-2:] == [OPENWEBTEXT, OPENWEBTEXT_REVISION]
@@ -256,6 +257,7 @@ def test_openwebtext_is_pinned(hub_commands: HubCommands) -> None:
     assert meta.train_documents + meta.val_documents == len(TEXTS), "not the clone's folder"
 
 
+@pytest.mark.slow
 def test_a_local_folder_never_replaces_a_dataset_of_the_hub(hub_commands: HubCommands) -> None:
     root, done = hub_commands
     assert done["ambiguous"].returncode == ExitCode.USAGE
@@ -268,6 +270,7 @@ def test_a_local_folder_never_replaces_a_dataset_of_the_hub(hub_commands: HubCom
     assert (meta.source, meta.revision) == ("hf: folder ./a/b, split train", None)
 
 
+@pytest.mark.slow
 def test_unreachable_hub_is_one_clear_line(hub_commands: HubCommands) -> None:
     result = hub_commands[1]["unreachable"]
     assert result.returncode == 10

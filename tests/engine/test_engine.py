@@ -164,7 +164,7 @@ def test_what_was_made_although_the_answer_was_lost_is_made_again(
     assert engine.left() == {}
 
 
-@pytest.mark.parametrize("seed", sampled(range(20), sample=(0, 1)))
+@pytest.mark.parametrize("seed", sampled(range(20), sample=(0,)))
 def test_after_faults_one_down_leaves_nothing(
     engine: Engine, cloud: CloudStandIn, seed: int
 ) -> None:
@@ -205,7 +205,7 @@ def test_after_a_kill_up_completes_and_down_leaves_nothing(
     assert engine.left() == {}
 
 
-@pytest.mark.parametrize("requests", sampled(range(5, 55, 5), sample=(20, 35)))
+@pytest.mark.parametrize("requests", sampled(range(5, 55, 5), sample=(20,)))
 @pytest.mark.parametrize("presses", [1, 2])
 def test_after_ctrl_c_down_leaves_nothing(
     engine: Engine, cloud: CloudStandIn, presses: int, requests: int

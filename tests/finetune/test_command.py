@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -275,6 +276,8 @@ class Finetuned:
     """The output files of one complete command."""
 
     cwd: Path
+    first: Path
+    """Folder of the command's own run."""
     words: tuple[object, ...]
     stderr: str
     prepare: str
@@ -290,11 +293,15 @@ class Finetuned:
 def finetuned(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Finetuned:
     """Fine-tune on conversations, with samples."""
     cwd = tmp_path_factory.mktemp("whole")
-    words = ("--data", place / "chats.jsonl", "--steps", 3, "--set", "adapter.kind=lora")
+    settings = ("--set", "adapter.kind=lora", "--set", "optimizer.lr=0.1")
+    words = ("--data", place / "chats.jsonl", "--steps", 3, *settings)
     done = finetune(place, *words, "--out", "out", cwd=cwd)
     assert done.returncode == 0, done.stderr
     prepare, again = (line for line in done.stdout.splitlines() if line.startswith("PYTHONPATH="))
-    return Finetuned(cwd=cwd, words=words, stderr=done.stderr, prepare=prepare, again=again)
+    first = (cwd / "runs" / "latest").resolve()
+    return Finetuned(
+        cwd=cwd, first=first, words=words, stderr=done.stderr, prepare=prepare, again=again
+    )
 
 
 @pytest.mark.slow
@@ -315,7 +322,6 @@ def test_one_command_goes_from_conversations_to_a_checkpoint_and_keeps_an_edited
     assert isinstance(load_run_config(run.config).batch.micro_batch_size, int)
     newest = run.newest_checkpoint()
     assert newest is not None and (newest / "adapter_model.safetensors").exists()
-    assert len(read_samples(run.samples)) == 2
     assert "no samples" not in finetuned.stderr
     written = out.read_text()
     out.write_text(written.replace("steps = 3", "steps = 2"))
@@ -358,12 +364,10 @@ def test_labelled_texts_and_plain_text_are_trained_on_as_well(
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_the_report_shows_what_the_model_wrote_before_and_after(
-    place: Path, tmp_path: Path
+    finetuned: Finetuned, tmp_path: Path
 ) -> None:
-    words = ("--data", place / "chats.jsonl", "--steps", 2, "--set", "optimizer.lr=0.1")
-    done = finetune(place, *words, "--out", "out", cwd=tmp_path)
-    assert done.returncode == 0 and "no samples" not in done.stderr, done.stderr
-    run = RunPaths((tmp_path / "runs" / "latest").resolve())
+    shutil.copytree(finetuned.cwd, tmp_path, symlinks=True, dirs_exist_ok=True)
+    run = RunPaths(tmp_path / finetuned.first.relative_to(finetuned.cwd))
     samples = read_samples(run.samples)
     assert len(samples) == 2
     for each in samples:

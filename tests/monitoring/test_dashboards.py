@@ -13,7 +13,7 @@ from payload.monitor.run_metrics import METRICS
 from tests.monitoring.watched import DASHBOARDS, Watched, filled_in, load, panels
 from tests.supervise.planned import wait_for
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 def has_values(result: list[dict[str, Any]]) -> bool:
@@ -66,7 +66,6 @@ def test_steps_before_and_after_the_start_of_prometheus_form_one_series(watched:
     assert float(first["value"][1]) == 1 and float(last["value"][1]) > 45
 
 
-@pytest.mark.slow
 def test_a_run_whose_ranks_are_stopped_fires_no_progress_and_old_checkpoint(
     watched: Watched,
 ) -> None:

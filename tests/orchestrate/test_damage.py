@@ -59,9 +59,9 @@ DOCUMENTED = {ExitCode.OK, ExitCode.USAGE, ExitCode.CONFIG, ExitCode.SSH_UNREACH
 
 
 def cases(names: Sequence[str]) -> list[Any]:
-    """Every file in every way; `make test` takes each file in two ways or three, and every way."""
+    """Every file in every way; without `seeds`, each file in two ways or three, and every way."""
     return [
-        pytest.param(name, way, marks=() if (file + number) % 5 == 0 else pytest.mark.slow)
+        pytest.param(name, way, marks=() if (file + number) % 5 == 0 else pytest.mark.seeds)
         for file, name in enumerate(names)
         for number, way in enumerate(WAYS)
     ]
@@ -186,10 +186,11 @@ def test_commands_on_a_damaged_copy_of_a_clusters_run_end_cleanly(
     assert outside.read_text() == "not the run's"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param(way, marks=() if way in ("missing", "another run's") else pytest.mark.slow)
+        pytest.param(way, marks=() if way in ("missing", "another run's") else pytest.mark.seeds)
         for way in WAYS
     ],
 )

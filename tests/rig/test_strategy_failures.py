@@ -105,6 +105,7 @@ def signal_rank(machine: Machine, number: signal.Signals) -> None:
         os.kill(each.pid, number)
 
 
+@pytest.mark.seeds
 @BOTH
 def test_a_killed_rank_of_a_machine_is_41_by_its_name(
     two_machines: Operator, pair: Rig, settings: tuple[str, ...], request: pytest.FixtureRequest
@@ -119,6 +120,7 @@ def test_a_killed_rank_of_a_machine_is_41_by_its_name(
     assert code == ExitCode.RANK_LOST and "node-1" in output, output
 
 
+@pytest.mark.seeds
 @BOTH
 def test_a_frozen_machine_is_42_by_its_name(
     two_machines: Operator, pair: Rig, settings: tuple[str, ...], request: pytest.FixtureRequest

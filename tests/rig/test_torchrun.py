@@ -19,7 +19,6 @@ from tests.support.waiting import DEADLINE_S, wait_until
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(900)]
 
 TORCHRUN = "launch.launcher=torchrun"
-LONG = 800
 HANG_S = 9.0
 
 
@@ -45,7 +44,7 @@ def test_torchrun_on_three_machines_trains_what_mpirun_trains(
 def test_a_killed_worker_is_41_a_frozen_machine_42_and_the_run_ends_0_after_both(
     operator: Operator, machines: list[Machine], operator_key: Path
 ) -> None:
-    settings = (f"train.steps={LONG}", "train.checkpoint_every=20", "limits.max_restarts=1")
+    settings = ("train.steps=100000", "train.checkpoint_every=20", "limits.max_restarts=1")
     hang = f"limits.hang_timeout_s={HANG_S}"
     arguments = operator.run_words("torn", *settings, TORCHRUN, hang)
     code, output = operator.do(*arguments, "--quick", "--detach")
@@ -74,12 +73,15 @@ def test_a_killed_worker_is_41_a_frozen_machine_42_and_the_run_ends_0_after_both
     )
     code, output = operator.do("attach", "torn")
     assert code == ExitCode.HANG, output
-    code, output = operator.do(*operator.on_cluster("run"), "--resume", "torn")
+    steps = metrics(remote_run)[-1]["step"] + 20
+    more = operator.set_words(f"train.steps={steps}")
+    code, output = operator.do(*operator.on_cluster("run"), "--resume", "torn", *more)
     assert code == ExitCode.OK, output
-    assert len(losses(operator.paths("torn").root)) == LONG
+    assert len(losses(operator.paths("torn").root)) == steps
     assert_nothing_is_left(machines, operator_key)
 
 
+@pytest.mark.seeds
 def test_a_killed_worker_without_a_restart_ends_the_run_with_41(
     operator: Operator, machines: list[Machine], operator_key: Path
 ) -> None:

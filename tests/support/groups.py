@@ -10,12 +10,24 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-# These share machines or run long. The longest come first, so that workers end together.
-_FIRST = (
-    *("tests/rig/", "tests/orchestrate/cluster/", "tests/nfs/", "tests/train/strategies/"),
-    *("tests/train/test_ranks.py", "tests/real/test_chat.py", "tests/amx/", "tests/formats/"),
-    "tests/report/",
-)
+# Groups that share machines or run long. The longest come first, so that workers end together.
+_FIRST: dict[str, tuple[str, ...]] = {
+    "machines from nothing": tuple(
+        f"tests/rig/test_{each}.py" for each in ("bootstrap", "chain", "failures", "torchrun")
+    ),
+    "machines with Slurm": ("tests/rig/test_slurm.py", "tests/rig/test_exports.py"),
+    "one run on nodes": ("tests/orchestrate/cluster/test_run.py",),
+    "nodes": ("tests/orchestrate/cluster/",),
+    "NFS": ("tests/nfs/",),
+    "strategies": ("tests/train/strategies/",),
+    # Their machines need what the first group has prepared.
+    "prepared machines": ("tests/rig/",),
+    "ranks": ("tests/train/test_ranks.py",),
+    "a real chat model": ("tests/real/test_chat.py",),
+    "AMX": ("tests/amx/",),
+    "formats": ("tests/formats/",),
+    "reports": ("tests/report/",),
+}
 _FEW_TESTS = 2
 """Minimum number of tests in a worker's queue; a worker only starts a test if it has the next."""
 
@@ -25,13 +37,13 @@ _crashed = pytest.StashKey[bool]()
 def group_of(nodeid: str) -> str:
     """Put the tests of a file, or of some folders, into one group, as they share fixtures."""
     file = nodeid.partition("::")[0]
-    return next((name for name in _FIRST if file.startswith(name)), file)
+    return next((name for name, starts in _FIRST.items() if file.startswith(starts)), file)
 
 
 def place_of(nodeid: str) -> int:
     """Return the sort key of a test."""
     group = group_of(nodeid)
-    return _FIRST.index(group) if group in _FIRST else len(_FIRST)
+    return list(_FIRST).index(group) if group in _FIRST else len(_FIRST)
 
 
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types

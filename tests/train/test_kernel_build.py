@@ -55,11 +55,11 @@ def test_without_a_compiler_the_reason_says_how_to_get_one(
     "cpu",
     [
         "x86-64",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("haswell", "sapphirerapids")),
         *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("haswell", "cascadelake", "icelake-server")
+            pytest.param(name, marks=pytest.mark.seeds)
+            for name in ("cascadelake", "icelake-server")
         ),
-        "sapphirerapids",
     ]
     if platform.machine() == "x86_64"
     else [],

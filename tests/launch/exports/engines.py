@@ -17,10 +17,10 @@ PARSE = FOLDER / "parse.py"
 _INSTALL_TIMEOUT_S = 300
 
 
-def parse(engine: str, file: Path, *, home: Path) -> subprocess.CompletedProcess[str]:
-    """Run the engine's parser on the file; `home` gets what SkyPilot writes when it is imported."""
+def parse(engine: str, *files: Path, home: Path) -> subprocess.CompletedProcess[str]:
+    """Run the engine's parser on files; `home` gets what SkyPilot writes when it is imported."""
     return subprocess.run(
-        [str(_environment() / "bin" / "python"), str(PARSE), engine, str(file)],
+        [str(_environment() / "bin" / "python"), str(PARSE), engine, *map(str, files)],
         env={
             "PATH": os.environ["PATH"],
             "HOME": str(home),

@@ -1,6 +1,6 @@
-"""Holds an exported file against its engine's own parser or schema; run in `requirements.txt`.
+"""Holds exported files against their engine's own parser or schema; run in `requirements.txt`.
 
-`parse.py ENGINE FILE` ends with 0 for a file that the engine takes. What a parser would pass over
+`parse.py ENGINE FILE...` ends with 0 for files that the engine takes. What a parser would pass over
 in silence (a key that it does not know) is refused here.
 """
 
@@ -73,10 +73,11 @@ def _strict(schema: Any) -> Any:
 
 
 def main() -> int:
-    """Read the file and return its errors."""
-    engine, path = sys.argv[1:]
-    text = Path(path).read_text(encoding="utf-8")
-    {"skypilot": skypilot, "dstack": dstack, "trainjob": trainjob, "mpijob": mpijob}[engine](text)
+    """Read the files, and raise if one of them has an error."""
+    engine, *paths = sys.argv[1:]
+    parsers = {"skypilot": skypilot, "dstack": dstack, "trainjob": trainjob, "mpijob": mpijob}
+    for path in paths:
+        parsers[engine](Path(path).read_text(encoding="utf-8"))
     return 0
 
 

@@ -50,24 +50,20 @@ def test_what_an_mpijob_imports_finds_the_interface() -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("has_image", [True, False])
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
-def test_the_engine_s_own_parser_takes_the_file(
-    engine: Engine, has_image: bool, tmp_path: Path
-) -> None:
-    job = job_for(engine, name=HOSTILE)
-    job = replace(job, max_hours=1.5)
-    if not has_image and not engine.needs_image:
-        job = replace(job, image=None)
-    file = tmp_path / "exported"
-    file.write_text(engine.render(job), encoding="utf-8")
+def test_the_engine_s_own_parser_takes_the_file(engine: Engine, tmp_path: Path) -> None:
+    job = replace(job_for(engine, name=HOSTILE), max_hours=1.5)
+    jobs = [job] if engine.needs_image else [job, replace(job, image=None)]
+    files = [tmp_path / f"exported-{number}" for number in range(len(jobs))]
+    for file, each in zip(files, jobs, strict=True):
+        file.write_text(engine.render(each), encoding="utf-8")
     if engine.name == "sbatch":
-        done = subprocess.run(
-            ["bash", "-n", str(file)], capture_output=True, text=True, check=False
-        )
+        shells = [["bash", "-n", str(file)] for file in files]
+        done = [subprocess.run(each, capture_output=True, text=True) for each in shells]
     else:
-        done = parse(engine.name, file, home=tmp_path)
-    assert done.returncode == 0, done.stderr[-2000:]
+        done = [parse(engine.name, *files, home=tmp_path)]
+    for each in done:
+        assert each.returncode == 0, each.stderr[-2000:]
 
 
 @pytest.mark.processes

@@ -225,7 +225,7 @@ def with_value(document: Any, path: tuple[Any, ...], value: object) -> Any:
     return changed
 
 
-@pytest.mark.parametrize("every", [16, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [16, pytest.param(2, marks=pytest.mark.seeds)])
 @pytest.mark.parametrize("name", READS)
 def test_every_field_of_googles_answers_may_be_hostile(
     full: Site, name: str, every: int, monkeypatch: pytest.MonkeyPatch
@@ -250,7 +250,7 @@ def test_every_field_of_googles_answers_may_be_hostile(
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize(
     ("status", "every"),
-    [(200, 12), *(pytest.param(each, 1, marks=pytest.mark.slow) for each in (200, 403, 404, 500))],
+    [(200, 12), *(pytest.param(each, 1, marks=pytest.mark.seeds) for each in (200, 403, 404, 500))],
 )
 @pytest.mark.parametrize("name", READS)
 def test_an_answer_of_google_that_is_no_document_is_refused(

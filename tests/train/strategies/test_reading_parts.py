@@ -135,7 +135,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("mesh", ["pipeline2+tensor2", "pipeline2+shard", "tensor2+shard"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "pipeline2+tensor2",
+        *(
+            pytest.param(each, marks=pytest.mark.seeds)
+            for each in ("pipeline2+shard", "tensor2+shard")
+        ),
+    ],
+)
 def test_no_rank_of_a_mesh_has_the_whole_model_or_its_optimizer_state_in_memory(
     checkpoint: tuple[Path, int], mesh: str
 ) -> None:

@@ -1,0 +1,29 @@
+"""Tests of `make test-all` alone: the Makefile finds their files by the text of the marker."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+MARKERS = frozenset({"slow", "sshd", "rig", "nfs"})
+
+
+def require_marks_in_files(items: Sequence[pytest.Item]) -> None:
+    """Raise UsageError if a test has its marker from another file."""
+    for item in items:
+        missing = MARKERS & {mark.name for mark in item.iter_markers()}
+        if missing and not _names_a_marker(item.path):
+            raise pytest.UsageError(
+                f"{item.nodeid}: marked {', '.join(sorted(missing))} by another file. Write a "
+                "pytest.mark into this one, where LONG_FILES of the Makefile looks for it"
+            )
+
+
+@functools.cache
+def _names_a_marker(path: Path) -> bool:
+    text = path.read_text(encoding="utf-8")
+    return re.search(rf"mark\.({'|'.join(MARKERS)})\b", text) is not None
