@@ -321,6 +321,7 @@ def test_an_error_of_a_plan_comes_before_the_measurement(
     assert "batch.global_batch_size" in said and "measuring the speed" not in said
 
 
+@pytest.mark.seeds
 @pytest.mark.processes
 @pytest.mark.slow
 def test_domains_are_measured_at_the_same_time() -> None:

@@ -14,6 +14,7 @@ from payload.core.tasks import TaskKind
 from payload.data.detect import DataOptions, detect_data
 from tests.data.running import contents, run_here
 from tests.support.chat_data import make_tokenizer
+from tests.support.sampled import sampled
 
 Row = Mapping[str, str]
 TASKS: dict[TaskKind, list[dict[str, str]]] = {
@@ -56,10 +57,7 @@ _SAMPLE = (("text", ".csv"), ("classify", ".csv"), ("chat", ".parquet"), ("prefe
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("task", "suffix"),
-    [
-        pytest.param(*each, marks=() if each in _SAMPLE else pytest.mark.seeds)
-        for each in itertools.product(TASKS, (".csv", ".jsonl", ".parquet"))
-    ],
+    sampled(itertools.product(TASKS, (".csv", ".jsonl", ".parquet")), sample=_SAMPLE),
 )
 def test_columns_in_another_case_give_the_same_tokens_as_the_known_names(
     task: TaskKind, suffix: str, tmp_path: Path

@@ -28,6 +28,7 @@ from tests.support.prepared_rows import (
     words,
     write_named,
 )
+from tests.support.sampled import sampled
 
 pytestmark = pytest.mark.processes  # a process renders the template
 
@@ -151,7 +152,7 @@ def test_the_rows_of_a_batch_do_not_change_the_mixture(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["text", "chat"])
+@pytest.mark.parametrize("task", sampled(("text", "chat"), sample=("chat",)))
 def test_a_killed_run_resumes_and_ends_with_the_same_bytes(
     task: TaskKind, tokenizer: Path, tmp_path: Path
 ) -> None:

@@ -6,8 +6,6 @@ import json
 import random
 import re
 import stat
-from collections.abc import Collection, Iterable
-from typing import Any
 
 import pytest
 
@@ -17,6 +15,7 @@ from tests.engine.variants import VARIANTS
 from tests.orchestrate.cloud.standin import PROJECT, REGION, ZONE, CloudStandIn, Fault
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import TINY_RUN
+from tests.support.sampled import sampled
 from tests.support.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -25,15 +24,8 @@ UP = (
     "--results-may-be-lost",
 )
 NODES = ("dev-node-0", "dev-node-1")
-SAMPLE = ("default", "filestore", "bucket", "direct", "no-nat")
+SAMPLE = ("default", "filestore")
 """Variants for `make test-all`."""
-
-
-def sampled(values: Iterable[Any], *, sample: Collection[Any]) -> list[Any]:
-    """Return parameters; `make test-all` runs only those in the sample."""
-    return [
-        pytest.param(each, marks=() if each in sample else pytest.mark.seeds) for each in values
-    ]
 
 
 @pytest.mark.parametrize("name", sampled(VARIANTS, sample=SAMPLE))
@@ -105,7 +97,7 @@ def test_a_change_replaces_the_machines_that_it_has_to(
     assert [name for name in there if before[name] != after[name]] == list(replaced)
 
 
-@pytest.mark.parametrize("name", NODES)
+@pytest.mark.parametrize("name", sampled(NODES, sample=NODES[1:]))
 def test_a_preempted_machine_alone_is_made_again(engine: Engine, name: str) -> None:
     engine.up()
     before = engine.machines()
@@ -116,7 +108,9 @@ def test_a_preempted_machine_alone_is_made_again(engine: Engine, name: str) -> N
     assert [each for each in NODES if before[each] != after[each]] == [name]
 
 
-@pytest.mark.parametrize("rule", ["dev-allow-ssh", "dev-allow-nodes"])
+@pytest.mark.parametrize(
+    "rule", sampled(("dev-allow-ssh", "dev-allow-nodes"), sample=("dev-allow-ssh",))
+)
 def test_a_rule_that_was_opened_by_hand_is_closed(engine: Engine, rule: str) -> None:
     engine.up()
     (found,) = [r for r in engine.cloud.items["firewalls", "global"] if r["name"] == rule]

@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine.engine import Done, Engine
 from tests.orchestrate.cloud.standin import PROJECT, CloudStandIn
+from tests.support.sampled import sampled
 
 pytestmark = [
     pytest.mark.processes,
@@ -23,8 +24,6 @@ DOWN = ("down", "--yes", "--without-collect", "--project", PROJECT)
 SWEEP = ("sweep", "--cluster", "dev", "--delete", "--yes", "--project", PROJECT)
 Pair = tuple[Engine, Engine]
 _STEPS = 4
-_SAMPLE = range(1)
-"""Seeds for `make test-all`; the others are in `make test-seeds`."""
 
 
 @pytest.fixture
@@ -110,10 +109,7 @@ def take_steps(operators: Pair, cloud: CloudStandIn, dice: random.Random) -> Non
         each.kill(process)
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(seed, marks=() if seed in _SAMPLE else pytest.mark.seeds) for seed in range(20)],
-)
+@pytest.mark.parametrize("seed", sampled(range(20), sample=(0,)))
 def test_nobody_touches_what_the_other_has_made(
     operators: Pair, cloud: CloudStandIn, seed: int
 ) -> None:

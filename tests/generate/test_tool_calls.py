@@ -117,6 +117,7 @@ def test_calls_are_found_as_the_template_writes_them(name: str, format_of: Forma
     require_calls(format_of(name), name)
 
 
+@pytest.mark.seeds
 @pytest.mark.slow
 def test_calls_are_found_for_every_template_of_trl(format_of: Format) -> None:
     found, without = [], set()

@@ -131,6 +131,7 @@ def test_a_new_launcher_is_one_file_and_trains(toy_run: tuple[RunPaths, str]) ->
     assert result["status"] == "finished"
 
 
+@pytest.mark.seeds
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_new_launcher_trains_what_mpirun_trains(

@@ -54,7 +54,10 @@ ENDLESS = ("train.steps=100000", "train.checkpoint_every=0", "limits.max_restart
     ("fault", "code", "said"),
     [
         (signal.SIGKILL, ExitCode.RANK_LOST, "was killed by signal 9 (SIGKILL)"),
-        (signal.SIGSTOP, ExitCode.HANG, "stopped by a signal: rank 1 on"),
+        pytest.param(
+            *(signal.SIGSTOP, ExitCode.HANG, "stopped by a signal: rank 1 on"),
+            marks=pytest.mark.seeds,
+        ),
     ],
     ids=["killed", "stopped"],
 )

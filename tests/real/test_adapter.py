@@ -30,6 +30,7 @@ def batches() -> list[Tensor]:
     return [torch.randint(49_152, (2, 17), generator=drawn) for _ in range(STEPS)]
 
 
+@pytest.mark.seeds
 def test_twenty_losses_in_fp32_are_pefts(tmp_path: Path) -> None:
     model = load(smollm2_folder())
     add_adapter(model, AdapterSection(kind="lora", rank=RANK), seed=1)

@@ -14,6 +14,7 @@ from tests.support.smollm2 import smollm2_folder
 CONVERSATIONS, REQUESTS = 60, 12
 
 
+@pytest.mark.seeds
 @pytest.mark.slow
 @pytest.mark.processes
 def test_sixty_conversations_teach_more_right_calls_than_the_base_model_makes(

@@ -174,6 +174,7 @@ def test_ctrl_c_on_the_login_node_saves_and_stops_a_run_within_salloc(
     require_nothing_left(cluster)
 
 
+@pytest.mark.seeds
 def test_a_run_within_salloc_saves_before_its_time_is_over_and_sees_a_frozen_first_node(
     cluster: SlurmCluster,
 ) -> None:

@@ -41,6 +41,7 @@ def test_torchrun_on_three_machines_trains_what_mpirun_trains(
     assert_nothing_is_left(machines, operator_key)
 
 
+@pytest.mark.seeds
 def test_a_killed_worker_is_41_a_frozen_machine_42_and_the_run_ends_0_after_both(
     operator: Operator, machines: list[Machine], operator_key: Path
 ) -> None:
@@ -81,7 +82,6 @@ def test_a_killed_worker_is_41_a_frozen_machine_42_and_the_run_ends_0_after_both
     assert_nothing_is_left(machines, operator_key)
 
 
-@pytest.mark.seeds
 def test_a_killed_worker_without_a_restart_ends_the_run_with_41(
     operator: Operator, machines: list[Machine], operator_key: Path
 ) -> None:

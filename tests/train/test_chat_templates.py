@@ -21,6 +21,7 @@ from tests.chat_templates.sources import trl_templates
 from tests.chat_templates.tokenizer import make_tokenizer
 from tests.support.chat_data import prepare, write_rows
 from tests.support.launching import losses
+from tests.support.sampled import sampled
 from tests.train.alone import train_alone
 from tests.train.task_runs import BATCH, LR, SEED, chat_run_config
 
@@ -46,12 +47,9 @@ SIZES = {
 TEMPLATES = ("qwen3_training", "glm4moe_training", "nemotron_3_nano_training")
 """They have `{% generation %}` blocks, tools and thoughts."""
 SAMPLE = {
-    ("qwen3_training", "one turn"),
     ("nemotron_3_nano_training", "three turns"),
     ("glm4moe_training", "tools"),
-    ("qwen3_training", "thoughts"),
 }
-"""Every template and every kind of rows; `make test-seeds` runs the other pairs."""
 _TEXT = "what is the one two three of and walnut cactus gondola bramble"
 _WORDS = _TEXT.split()
 
@@ -149,11 +147,7 @@ def packed_documents(
 
 
 @pytest.mark.parametrize(
-    ("template", "kind"),
-    [
-        pytest.param(*pair, marks=() if pair in SAMPLE else pytest.mark.seeds)
-        for pair in itertools.product(TEMPLATES, LENGTHS)
-    ],
+    ("template", "kind"), sampled(itertools.product(TEMPLATES, LENGTHS), sample=SAMPLE)
 )
 def test_fifty_losses_and_every_mask_are_those_of_trl(
     template: str, kind: str, tmp_path: Path

@@ -15,7 +15,12 @@ from tests.support.waiting import DEADLINE_S
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "optimize", ["", *(pytest.param(level, marks=pytest.mark.slow) for level in ("1", "2"))]
+    "optimize",
+    [
+        "",
+        pytest.param("1", marks=pytest.mark.seeds),
+        pytest.param("2", marks=pytest.mark.slow),
+    ],
 )
 def test_tensors_that_do_not_fit_are_refused_also_when_python_removes_asserts(
     built: Path, optimize: str

@@ -203,7 +203,7 @@ class StepHere:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.seeds)])
 def test_what_google_refused_is_on_the_page_and_everything_is_taken_down(
     rehearsal: Site, capsys: Capture, monkeypatch: pytest.MonkeyPatch, apart: bool
 ) -> None:
@@ -246,10 +246,11 @@ def test_what_google_refused_is_on_the_page_and_everything_is_taken_down(
     ("hourly_usd", "problem"),
     [
         (99.0, "the cluster costs $99.0 an hour; the estimate was $0."),
-        (
+        pytest.param(
             None,
             "the cluster's price is unknown, because the output hourly_usd is missing from the "
             "stack; the estimate was",
+            marks=pytest.mark.seeds,
         ),
     ],
 )

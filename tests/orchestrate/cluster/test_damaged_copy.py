@@ -14,6 +14,7 @@ from tests.orchestrate.cluster.conftest import STEPS, Trained
 from tests.orchestrate.cluster.operating import Operator
 from tests.orchestrate.damage import WAYS, damage_file
 from tests.orchestrate.run_copies import exit_text, progress_text, state_text, summary_text
+from tests.support.sampled import sampled
 
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 
@@ -60,7 +61,7 @@ def older(folder: Path, far: RunPaths) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", sampled(WAYS, sample=("missing", "truncated", "another run's")))
 def test_a_valid_checkpoint_is_fetched_to_a_copy_whose_other_files_are_damaged(
     trained: Trained, tmp_path: Path, way: str
 ) -> None:

@@ -42,6 +42,7 @@ from tests.orchestrate.operator import finish
 from tests.orchestrate.sshd import make_cluster, make_gcloud, make_key
 from tests.supervise.planned import state_of
 from tests.support.launching import losses, summary
+from tests.support.sampled import sampled
 from tests.support.waiting import DEADLINE_S, wait_until
 
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
@@ -347,7 +348,7 @@ def test_no_key_outlives_a_run_that_is_not_started(another: Operator) -> None:
     assert not list((folders[0] / "tileforge").iterdir())
 
 
-@pytest.mark.parametrize("command", ["preflight", "run", "stop"])
+@pytest.mark.parametrize("command", sampled(("preflight", "run", "stop"), sample=("run",)))
 def test_the_key_of_an_operator_who_was_killed_before_the_supervisor_is_cleared_away(
     another: Operator, command: str
 ) -> None:
@@ -482,6 +483,7 @@ def test_a_start_whose_second_connection_fails_is_20_and_can_be_repeated(
     assert keys_of_runs(operator)[0] == [] and not list(head.glob("*/*"))
 
 
+@pytest.mark.seeds
 def test_a_resume_whose_second_connection_fails_leaves_the_run_as_it_was(
     operator: Operator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -503,6 +505,7 @@ def test_a_resume_whose_second_connection_fails_leaves_the_run_as_it_was(
     assert not [path for path in before | after if before.get(path) != after.get(path)]
 
 
+@pytest.mark.seeds
 def test_a_start_whose_worker_connection_breaks_reconnects_and_continues(
     operator: Operator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -516,6 +519,7 @@ def test_a_start_whose_worker_connection_breaks_reconnects_and_continues(
     assert keys_of_runs(operator) == [[], []]
 
 
+@pytest.mark.seeds
 def test_a_start_whose_connection_breaks_during_the_claim_waits_and_continues(
     operator: Operator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,7 @@ from payload.train.models.quantized import QuantizedLinear, dequantize, require_
 from payload.train.optimizers.optimizer import build_optimizers
 from payload.train.torch_engines import apply_engine
 from tests.support.launching import losses, mpirun, run, summary, train_program
+from tests.support.sampled import sampled
 from tests.support.slow_imports import bitsandbytes, peft
 from tests.train.alone import ALONE, train_alone
 
@@ -279,7 +280,7 @@ def exported_weights_compute_as_the_run_did(checkpoint: Path, base: Path, out: P
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", sampled(DTYPES, sample=("bf16",)))
 def test_two_ranks_have_one_quantised_base(
     base: Path, tmp_path: Path, tiny_config: Path, dtype: str
 ) -> None:

@@ -19,6 +19,7 @@ from payload.data.reading.blocks import BlockOrder, TokenData
 from payload.run_record.run_files import RunPaths
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import losses, train_several
+from tests.support.sampled import sampled
 from tests.train.alone import train_alone
 
 STEPS, BATCH, LENGTH, SEED = 20, 4, 32, 3
@@ -132,7 +133,7 @@ def transformers_losses(folder: Path, data: Path) -> tuple[list[float], dict[str
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWER)],
+    ["gpt2", "llama", *(pytest.param(name, marks=pytest.mark.seeds) for name in SLOWER)],
 )
 def test_twenty_steps_are_those_of_transformers_with_torchs_adamw(
     name: str, tmp_path: Path, config_of: Prepared, data: Path
@@ -185,7 +186,7 @@ def run_name(case: str, ranks: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", sampled(FAMILIES, sample=("llama", GEMMA4, "qwen3_5_text")))
 def test_losses_do_not_depend_on_how_many_ranks_train_a_family(
     name: str, tmp_path: Path, config_of: Prepared, on_ranks: Path
 ) -> None:

@@ -20,6 +20,7 @@ from payload.train.strategies.mesh_loading import read_part
 from payload.train.strategies.zero3 import Zero3
 from payload.train.tensors.lazy_tensors import LazyTensors, Part, files_identity
 from tests.support.launching import losses
+from tests.support.sampled import sampled
 from tests.train.strategies.cases import READS_PARTS, names
 from tests.train.strategies.runs import Runs
 
@@ -137,13 +138,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "mesh",
-    [
-        "pipeline2+tensor2",
-        *(
-            pytest.param(each, marks=pytest.mark.seeds)
-            for each in ("pipeline2+shard", "tensor2+shard")
-        ),
-    ],
+    sampled(
+        ("pipeline2+tensor2", "pipeline2+shard", "tensor2+shard"), sample=("pipeline2+tensor2",)
+    ),
 )
 def test_no_rank_of_a_mesh_has_the_whole_model_or_its_optimizer_state_in_memory(
     checkpoint: tuple[Path, int], mesh: str
