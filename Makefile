@@ -55,7 +55,7 @@ TEST_PACKAGES := openssh-server openssh-client debootstrap iproute2 systemd-cont
 # The tests that `make test` leaves to `make test-all`; `engine` and `ipex` have their own targets.
 LONG_TESTS := slow or sshd or rig or nfs
 # Half of the other files import torch and transformers, in each of pytest's workers.
-LONG_FILES = $(shell grep -rlE 'mark\.($(subst $() or ,|,$(LONG_TESTS)))\b' tests --include='test_*.py')
+LONG_FILES = $(shell grep -rlE 'mark\.($(subst $() or ,|,$(LONG_TESTS)))\b' tests --include='test_*.py' | sort)
 PYTEST := $(PY) -m pytest --no-loadscope-reorder --numprocesses
 
 .PHONY: help run data test test-all test-packages test-engine test-seeds test-ipex check fix dashboard bench docs lock setup setup-run setup-ipex wheels site clean

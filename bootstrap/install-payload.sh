@@ -433,7 +433,7 @@ install_torch() {
         ! grep -q "DO NOT MATCH" "$scratch/output" || fail "$(cat "$scratch/output")"
     fi
     found=$(with_cuda_packages "$torch" "$any" ${source[@]+"${source[@]}"}) || exit
-    [[ -z $gpu ]] || need_disk_gb 9 "for the CUDA build of torch"
+    [[ -z $gpu && (-z $found || -z $wheelhouse) ]] || need_disk_gb 9 "for the CUDA build of torch"
     [[ -z $found || -n $wheelhouse || -n $gpu ]] || announce_cuda "$torch" "$found"
     say "${verb}ing $torch${found:+, CUDA build}"
     pip_get "${verb}ing $torch" "$any" ${source[@]+"${source[@]}"} ||

@@ -253,6 +253,12 @@ def test_a_wheelhouse_with_either_build_of_torch_is_enough(build: str, tmp_path:
     make_wheel(wheels if needs else tmp_path / "elsewhere", "nvidia_cublas", "13.0")
     lock = write_lock(tmp_path, *TORCH_BUILDS)
     options: list[str | Path] = ["--lock", lock, "--wheelhouse", wheels, "--extras", "train"]
+    if needs:
+        write_program(tmp_path / "bin" / "df", 'printf "h\\n/dev/x 9 9 8000000 1%% /\\n"')
+        path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        refused = install(*options, cwd=tmp_path, PATH=path)
+        assert refused.returncode == 30
+        assert "has 8 GB free, but needs 9 GB for the CUDA build of torch" in refused.stderr
     done = install(*options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "NOTE" not in done.stderr

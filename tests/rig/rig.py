@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
@@ -95,6 +96,7 @@ class Rig(Whole):
             layers, user_data = [*self._layers, image / "root"], self.user_data[index]
             hosts = self._hosts()
             machine.mount(layers, user_data=user_data, hosts=hosts, disk_mib=self._disk_mib)
+            _share_kernels(machine.root / "home/trainer")
             if self._wheels and index not in self._without_index:
                 (machine.root / "etc/pip.conf").write_text(pip_conf(self._wheels), encoding="ascii")
             machine.power_on()
@@ -185,6 +187,23 @@ class Rig(Whole):
             machine.wait_for_end()
         if status:
             raise RigError(f"{self.name}: could not be removed completely; see above")
+
+
+def _share_kernels(home: Path) -> None:
+    """Copy this host's built kernels into a prepared home: the machines have this host's CPU.
+
+    A home from nothing does not exist yet; such a machine builds them, as does one with another
+    torch.
+    """
+    if not home.is_dir():
+        return
+    owner, cache = home.stat(), home / ".cache/tileforge/kernels"
+    cache.mkdir(parents=True, exist_ok=True)
+    for library in (Path.home() / ".cache/tileforge/kernels").glob("*.so"):
+        shutil.copy(library, cache)
+    for path in (home / ".cache", cache.parent, cache, *cache.iterdir()):
+        path.chmod(0o700)
+        os.chown(path, owner.st_uid, owner.st_gid)
 
 
 def _plenty_mib(*, machines: int) -> int | None:

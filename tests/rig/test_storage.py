@@ -36,7 +36,6 @@ SETTINGS = (
     "schedule.kind=constant",
     "train.eval_every=0",
     "track.to=none",
-    "engine.kernels=off",  # each machine would build them
 )
 
 

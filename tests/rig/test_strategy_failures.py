@@ -44,7 +44,6 @@ ENDLESS = (
     "limits.hang_timeout_s=9",
 )
 STEPS = 60
-KERNELS = "engine.kernels=off"  # each machine would build them
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +75,7 @@ def head_run(pair: Rig, run_id: str) -> RunPaths:
 
 def start(operator: Operator, pair: Rig, run_id: str, *settings: str) -> RunPaths:
     """Start a detached run, and wait for its first step."""
-    code, output = operator.do(
-        *operator.run_words(run_id, *settings, KERNELS), "--quick", "--detach"
-    )
+    code, output = operator.do(*operator.run_words(run_id, *settings), "--quick", "--detach")
     assert code == ExitCode.OK, output
     remote_run = head_run(pair, run_id)
     wait_until(

@@ -62,8 +62,8 @@ def test_the_engine_s_own_parser_takes_the_file(engine: Engine, tmp_path: Path) 
         done = [subprocess.run(each, capture_output=True, text=True) for each in shells]
     else:
         done = [parse(engine.name, *files, home=tmp_path)]
-    for each in done:
-        assert each.returncode == 0, each.stderr[-2000:]
+    for result in done:
+        assert result.returncode == 0, result.stderr[-2000:]
 
 
 @pytest.mark.processes
