@@ -215,6 +215,7 @@ def test_a_cuda_build_is_announced_with_its_size_before_it_is_installed(tmp_path
     assert "nvidia_cublas==13.0" in installed(tmp_path / ".venv")
 
 
+@pytest.mark.seeds
 @pytest.mark.slow
 def test_a_machine_with_a_gpu_takes_the_cuda_build_unasked_and_looks_for_no_other(
     tmp_path: Path,
@@ -230,6 +231,7 @@ def test_a_machine_with_a_gpu_takes_the_cuda_build_unasked_and_looks_for_no_othe
     assert installed(tmp_path / ".venv") == {"torch==2.13.0", "nvidia_cublas==13.0"}
 
 
+@pytest.mark.seeds
 @pytest.mark.slow
 def test_a_cpu_build_on_the_plain_index_is_taken_without_ado(tmp_path: Path) -> None:
     links = tmp_path / "links"
@@ -454,6 +456,7 @@ def test_a_package_that_no_index_has_is_named_in_the_last_line(tmp_path: Path) -
     )
 
 
+@pytest.mark.seeds
 @pytest.mark.slow
 def test_a_package_without_a_hash_is_refused(tmp_path: Path) -> None:
     lock = write_lock(tmp_path, "alpha==1.0  # train")
@@ -509,6 +512,7 @@ def test_messages_name_what_make_can_pass(tmp_path: Path) -> None:
     assert all(f"\n{name} ?=" in make for name in named)
 
 
+@pytest.mark.seeds
 @pytest.mark.slow
 def test_set_up_says_every_15_s_that_it_is_at_work(tmp_path: Path) -> None:
     """A fake slow pip; the script's clock counts, so it is sped up."""

@@ -69,7 +69,7 @@ def finetune(place: Path, *words: object, cwd: Path) -> subprocess.CompletedProc
 
 
 def command(place: Path, *words: object) -> list[str]:
-    base = [sys.executable, "-m", "payload.finetune", "--model", str(place / "model")]
+    base = [sys.executable, "-m", "payload.finetune", "--model", f"{place}/model"]
     return [*base, "--inventory", "local", *map(str, words)]
 
 
@@ -279,6 +279,7 @@ class Finetuned:
     first: Path
     """Folder of the command's own run."""
     words: tuple[object, ...]
+    stdout: str
     stderr: str
     prepare: str
     again: str
@@ -294,13 +295,20 @@ def finetuned(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Finetune
     """Fine-tune on conversations, with samples."""
     cwd = tmp_path_factory.mktemp("whole")
     settings = ("--set", "adapter.kind=lora", "--set", "optimizer.lr=0.1")
-    words = ("--data", place / "chats.jsonl", "--steps", 3, *settings)
-    done = finetune(place, *words, "--out", "out", cwd=cwd)
+    shutil.copytree(place, cwd, dirs_exist_ok=True)
+    words = ("--data", "chats.jsonl", "--steps", 3, *settings)
+    done = finetune(Path(), *words, "--out", "out", cwd=cwd)
     assert done.returncode == 0, done.stderr
     prepare, again = (line for line in done.stdout.splitlines() if line.startswith("PYTHONPATH="))
     first = (cwd / "runs" / "latest").resolve()
     return Finetuned(
-        cwd=cwd, first=first, words=words, stderr=done.stderr, prepare=prepare, again=again
+        cwd=cwd,
+        first=first,
+        words=words,
+        stdout=done.stdout,
+        stderr=done.stderr,
+        prepare=prepare,
+        again=again,
     )
 
 
@@ -308,10 +316,7 @@ def finetuned(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Finetune
 @pytest.mark.ranks
 @pytest.mark.usefixtures("in_process")
 def test_one_command_goes_from_conversations_to_a_checkpoint_and_keeps_an_edited_config(
-    finetuned: Finetuned,
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    finetuned: Finetuned, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(finetuned.cwd)
     out = finetuned.cwd / "out" / "run.toml"
@@ -325,11 +330,20 @@ def test_one_command_goes_from_conversations_to_a_checkpoint_and_keeps_an_edited
     assert "no samples" not in finetuned.stderr
     written = out.read_text()
     out.write_text(written.replace("steps = 3", "steps = 2"))
-    refused = main(command(place, *finetuned.words, "--out", "out")[3:])
+    refused = main(command(Path(), *finetuned.words, "--out", "out")[3:])
     out.write_text(written)
     assert refused == ExitCode.CONFIG
     said = capsys.readouterr().err
     assert "exists with other settings, and may have been edited. Run this file with: " in said
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_run_prints_its_samples_and_the_next_commands(finetuned: Finetuned) -> None:
+    printed = finetuned.stderr
+    assert "before the run: 2 prompts" in printed and "after the run" in printed
+    assert "\nbefore    " in finetuned.stdout and "\nafter     " in finetuned.stdout
+    assert f"evaluate --model {finetuned.first.name} --data" in printed
 
 
 @pytest.mark.slow

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +14,8 @@ from payload.finetune.__main__ import _skipped_rows, main
 from payload.orchestrate.follow.end_of_run import next_lines, sample_lines
 from payload.run_record.run_files import RunPaths
 from payload.run_record.run_samples import Sample
-from tests.finetune.test_command import environment, in_process, place
-from tests.support.chat_data import conversations, make_model, prepare, write_rows
+from tests.finetune.test_command import in_process, place
+from tests.support.chat_data import conversations, prepare, write_rows
 
 __all__ = ["in_process", "place"]  # fixtures
 
@@ -156,24 +153,3 @@ def test_a_large_run_ends_with_its_size_and_the_command_that_frees_it(
         file.truncate(3 * 10**8)
     *_, size, remove = next_lines(paths, config)
     assert size.startswith("disk: the run has 0.30 GB") and remove.endswith(" remove one --now")
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_a_run_prints_its_samples_and_the_next_commands(tmp_path: Path) -> None:
-    make_model(tmp_path / "model")
-    write_rows(tmp_path / "chats.jsonl", [{"messages": each} for each in conversations(60)])
-    words = ["--model", "./model", "--data", "chats.jsonl", "--steps", "2", "--inventory", "local"]
-    done = subprocess.run(
-        [sys.executable, "-m", "payload.finetune", *words],
-        cwd=tmp_path,
-        env={**environment(), "HOME": os.environ["HOME"]},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == ExitCode.OK, done.stderr
-    assert "before the run: 2 prompts" in done.stderr and "after the run" in done.stderr
-    assert "\nbefore    " in done.stdout and "\nafter     " in done.stdout
-    run = (tmp_path / "runs" / "latest").resolve().name
-    assert f"evaluate --model {run} --data" in done.stderr

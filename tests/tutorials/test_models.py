@@ -17,8 +17,16 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(900)]
     ("name", "made"),
     [
         ("chat_model", ["mine/model.safetensors", "mine.gguf", "runs/latest/report.html"]),
-        ("classifier", ["runs/latest/checkpoints/best/model.safetensors"]),
-        ("pretraining", ["runs/latest/checkpoints/step_00000006/model.safetensors"]),
+        pytest.param(
+            "classifier",
+            ["runs/latest/checkpoints/best/model.safetensors"],
+            marks=pytest.mark.seeds,
+        ),
+        pytest.param(
+            "pretraining",
+            ["runs/latest/checkpoints/step_00000006/model.safetensors"],
+            marks=pytest.mark.seeds,
+        ),
     ],
 )
 def test_a_tutorial_reaches_its_goal_with_its_own_commands(

@@ -50,6 +50,7 @@ def first(tmp_path: Path) -> Iterator[Operator]:
         yield operator
 
 
+@pytest.mark.seeds
 def test_a_second_operator_attaches_and_stops_with_the_inventory_and_a_key_of_her_own(
     first: Operator, tmp_path: Path
 ) -> None:
