@@ -43,7 +43,7 @@ class DataSection:
     """[data]; docs/guides/recipes.md"""
 
     dir: str = "data/openwebtext"
-    """Folder with train.bin, val.bin and meta.json, written by `python -m payload.data prepare`; or
+    """Folder with train.bin, val.bin and meta.json, written by `tileforge prepare`; or
     `gs://BUCKET/PREFIX` of such a folder, which is downloaded to a cache once."""
     sequence_length: int = checked(1024, low=1, high=2**20, unit="tokens")
     """Tokens per sequence."""
@@ -124,8 +124,8 @@ class TaskSection:
     default is 0.1.
     """
     class_weights: str = "none"
-    """classify: `none`; `balanced`, so that all labels have the same weight in the loss; or a
-    weight for each label, in order: `1,2.5`."""
+    """classify: `none`; `balanced`: the texts of each label have the same total weight in the
+    loss; or a weight for each label, in order: `1,2.5`."""
 
     def sequences_per_sample(self) -> int:
         """Return the sequences of a sample: two for a preference pair, otherwise one."""
@@ -163,7 +163,7 @@ class AdapterSection:
     """True: the adapter's output is multiplied by alpha / sqrt(rank) instead of alpha / rank, so
     that the output keeps its scale at high ranks."""
     dora: bool = False
-    """DoRA: also train the norm of each output's weights. Runs without the project's kernels."""
+    """DoRA: also train the norm of each output's weights, without the project's kernels."""
 
     def is_on(self) -> bool:
         """Return True if an adapter is trained instead of the model."""
@@ -302,7 +302,7 @@ class PrecisionSection:
     """[precision]; docs/explanations/speed.md"""
 
     dtype: DtypeChoice = "auto"
-    """auto: bf16 if the calibration finds it faster, otherwise fp32. The run logs its choice."""
+    """auto: bf16 if a measurement finds it faster, otherwise fp32. The run logs its choice."""
     fp8: Literal["off", "on", "emulated"] = "off"
     """on: the layers' linears compute in 8-bit floats, the rest in bf16. Needs the extra `fp8` and
     a GPU of compute capability 8.9 or higher. emulated: the same rounding on any device, slower

@@ -150,8 +150,8 @@ def parser() -> CommandParser:
     verify.add_argument(
         "--add-hashes",
         action="store_true",
-        help="add to the meta.json of an older release a hash for each range of its files, with "
-        "which training verifies a range when it reads it",
+        help="add hashes of file ranges to a meta.json of an older release; training then verifies "
+        "each range when it reads it",
     )
     _add_show_flags(
         commands.add_parser(

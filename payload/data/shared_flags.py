@@ -37,7 +37,7 @@ def add_reading_flags(more: AddFlag) -> None:
         type=_columns,
         metavar="COLUMN=NAME,...",
         help="rename columns of the data. The new name is a role, as in "
-        "question=user,answer=assistant, or a column that is read, as in dialog=messages; the "
+        "question=user,answer=assistant, or another known column, as in dialog=messages; the "
         "texts of columns with the same new name are joined",
     )
     more(
@@ -55,8 +55,8 @@ def add_hub_flags(more: AddFlag) -> None:
     more(
         "--split",
         metavar="NAME",
-        help=f"hf: split to use (default: {DEFAULT_SPLIT}, with the dataset's validation split as "
-        "validation data, except for --task text)",
+        help=f"hf: split to use (default: {DEFAULT_SPLIT}; except for --task text, the dataset's "
+        "validation split is the validation data)",
     )
 
 
@@ -65,8 +65,8 @@ def add_tokenizer_check_flag(more: AddFlag) -> None:
     more(
         "--allow-odd-tokenizer",
         action="store_true",
-        help="continue even if a check of the tokenizer fails: the texts have no tokens, unusually "
-        "many, or over 1 %% unknown ones, decoding loses text, or the vocabulary does not fit the "
+        help="continue even if a check of the tokenizer fails: the texts have no tokens, too "
+        "many, or over 1 %% unknown ones; decoding loses text; or the vocabulary does not fit the "
         "model",
     )
 
@@ -90,8 +90,8 @@ def add_val_fraction_flag(more: AddFlag) -> None:
         "--val-fraction",
         type=fraction,
         metavar="SHARE",
-        help="fraction for validation (default: 0.1, but of over 1,000 documents about 100; at "
-        "least 0.0005)",
+        help="fraction for validation (default: 0.1; with over 1,000 rows, about 100 "
+        "of them, at least 0.0005)",
     )
 
 
@@ -101,7 +101,7 @@ def add_dedup_flag(more: AddFlag) -> None:
         "--dedup",
         choices=get_args(Dedup),
         metavar="HOW",
-        help="remove repeated rows. exact: rows with the trained content of an earlier row; near: "
+        help="remove repeated rows. exact: rows whose trained text equals an earlier row's; near: "
         "also rows that are about 80 %% equal to an earlier row, with words in the same order; "
         "none: no rows (default: only training rows that are also validation rows; for text, none)",
     )

@@ -384,7 +384,7 @@ def parser() -> CommandParser:
         "--steps",
         type=_positive,
         metavar="COUNT",
-        help="training steps (default: one to three epochs; labelled texts: two or three)",
+        help="training steps (default: 1 to 3 epochs; labelled texts: 2 or 3 epochs)",
     )
     add(
         "--set",
@@ -414,7 +414,9 @@ def parser() -> CommandParser:
     )
     add("--force", action="store_true", help="replace the data and run.toml of an earlier command")
     alone = made.add_mutually_exclusive_group().add_argument
-    alone("--dry-run", action="store_true", help="print the choices; write and start nothing")
+    alone(
+        "--dry-run", action="store_true", help="print the chosen settings; write and start nothing"
+    )
     alone(
         "--prepare-only",
         action="store_true",

@@ -48,14 +48,14 @@ def _add_prompts(made: CommandParser) -> None:
     prompt.add_argument(
         "--prompt",
         metavar="TEXT",
-        help=f"text to continue (default: {DEFAULT_PROMPT})",
+        help=f"text to continue (default: '{DEFAULT_PROMPT}')",
     )
     prompt.add_argument("--prompt-file", metavar="FILE", help="file with one prompt; - = stdin")
     prompt.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="file with a prompt a line; in .jsonl, an object with the key prompt, or with "
-        "--chat messages; - = stdin",
+        help="file with a prompt a line; in .jsonl, objects with the key prompt (--chat: or "
+        "messages); - = stdin",
     )
     prompt.add_argument(
         "--input",

@@ -115,7 +115,7 @@ def parser() -> CommandParser:
         action="append",
         default=[],
         choices=SENDING_TRACKERS,
-        help="with --track: send the run to this tracker even if it is not enabled on this machine",
+        help="with --track: send the run to this tracker, also if no command here named it before",
     )
     made.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--started-here", action="store_true", help=argparse.SUPPRESS)

@@ -152,7 +152,7 @@ def parser() -> CommandParser:
                 "--new", metavar="RUN", help="fail if the store already has a run with this id"
             )
         if verb == "serve":
-            below = "how many components at the address's end must not be symlinks (default: 0)"
+            below = "refuse symlinks among the last N components of the address (default: 0)"
             at.add_argument("--below", type=int, default=0, metavar="N", help=below)
         at.add_argument("address", metavar="ADDRESS", help="gs://BUCKET/PREFIX or a folder")
     for verb, act, summary in (
@@ -168,7 +168,7 @@ def parser() -> CommandParser:
             action="append",
             default=[],
             metavar="SECTION.KEY=VALUE",
-            help="override one setting, such as storage.results of a run from another machine",
+            help="override one setting, such as storage.results if another machine wrote the run",
         )
         of.add_argument("--started-here", action="store_true", help=argparse.SUPPRESS)
         if verb == "upload":

@@ -71,9 +71,9 @@ class ChatTask(Task):
             choices=THOUGHTS,
             metavar="HOW",
             help="the assistant's thoughts (reasoning) in the rows. keep: train them; drop: remove "
-            "them; empty, refuse: like keep, except for a row without a thought whose prompt opens "
-            "a block of thoughts. For such a row, empty trains the end of the block before the "
-            f"answer, and refuse rejects the row (default: {THOUGHTS[0]})",
+            "them; empty, refuse: like keep, but if the prompt ends with an open <think> and the "
+            "row has no thought, empty trains </think> and the answer, and refuse rejects the row "
+            f"(default: {THOUGHTS[0]})",
         )
         add(
             "--train-on",

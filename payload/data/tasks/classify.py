@@ -34,8 +34,8 @@ class ClassifyTask(Task):
             "--label-map",
             nargs="+",
             metavar="VALUES=LABEL",
-            help="labels for values of the label column, as in 1,2=negative 4,5=positive 3= . Rows "
-            "whose value has an empty label are skipped; a value that is not listed is an error",
+            help="labels for values of the label column, as in '1,2=negative 4,5=positive 3=', "
+            "which skips rows with the value 3; a value that is not listed is an error",
         )
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:

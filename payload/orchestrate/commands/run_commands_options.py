@@ -70,7 +70,7 @@ def inventory_option() -> str | None:
     """Return the option for the cluster."""
     source: str | None = option(
         "cluster (default: the selected Pulumi stack if it is up, otherwise this machine); slurm: "
-        "the job that runs this command",
+        "the nodes of the current Slurm job",
         metavar="stack[:NAME]|local|slurm|FILE",
         group=_MACHINES,
     )
@@ -170,12 +170,14 @@ class PlanOptions(NewRunOptions):
         group=_MACHINES,
     )
     site: str | None = option(
-        "slurm: assume slurm.nodes nodes with this hardware",
+        "slurm: assume slurm.nodes nodes like this machine",
         choices=_sites,
         group=_MACHINES,
     )
     storage: str | None = option(
-        "storage for data and runs, in the engine's notation", metavar="NAME", group=_EXPORT
+        "volume, bucket or folder for data and runs",
+        metavar="NAME",
+        group=_EXPORT,
     )
 
 
@@ -285,7 +287,7 @@ class RemoveOptions:
     """Options of `remove`."""
 
     runs: Sequence[str] = option("ids of the runs to remove", metavar="RUN", positional=True)
-    keep: int | None = option("remove all runs except the newest N finished runs", metavar="N")
+    keep: int | None = option("remove all finished runs except the newest N", metavar="N")
     dry_run: bool = option("print the runs that would be removed, with their sizes")
     yes: bool = option("do not prompt for confirmation")
     now: bool = option(
