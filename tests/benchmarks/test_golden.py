@@ -126,6 +126,7 @@ def golden(repo: Path, *arguments: str, capsys: pytest.CaptureFixture[str]) -> t
     return exit_code, json.loads(out)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_same_code_has_no_difference(repo: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exit_code, found = golden(repo, capsys=capsys)
@@ -152,6 +153,7 @@ def test_a_change_is_found_unless_it_is_within_the_tolerance(
     assert golden(repo, "--tolerance", "1e-5", capsys=capsys)[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_setting_changes_the_working_trees_runs_alone(
     repo: Path, capsys: pytest.CaptureFixture[str]
@@ -161,6 +163,7 @@ def test_a_setting_changes_the_working_trees_runs_alone(
     assert {row["largest"]["val_loss"] for row in found["rows"]} == {0.5}
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_trainer_without_its_function_is_started_as_a_command(
     repo: Path, capsys: pytest.CaptureFixture[str]
@@ -170,6 +173,7 @@ def test_a_trainer_without_its_function_is_started_as_a_command(
     assert exit_code == 0 and all(row["weights_equal"] for row in found["rows"])
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("trainer", "message"),
@@ -199,6 +203,7 @@ def test_a_commit_that_does_not_train_to_the_end_is_an_error(
     assert worktrees(repo) == [str(repo)]
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]

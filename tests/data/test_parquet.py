@@ -54,6 +54,7 @@ def outcome(reader: ParquetReader, place: Path) -> str:
     return "read"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [24, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_flipped_bit_of_a_footer_is_a_clean_error_or_a_good_read(
     every: int, good: Path, tmp_path: Path
@@ -159,6 +160,7 @@ def test_an_unknown_time_zone_loses_rows_and_raises_nothing(tmp_path: Path) -> N
     assert sum(len(each) for each in found) == 2
 
 
+@pytest.mark.slow
 def test_a_small_file_of_large_texts_comes_in_pieces(tmp_path: Path) -> None:
     place, text = tmp_path / "dictionary.parquet", "x" * 400_000
     column = pa.DictionaryArray.from_arrays(pa.array([0] * 1000, pa.int32()), [text])

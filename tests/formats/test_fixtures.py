@@ -67,6 +67,7 @@ def test_a_run_has_a_status_with_its_ranks_and_a_log(
     assert f"finished after step {shown['steps']}" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_resumed_run_with_an_adapter_has_the_recorded_losses(
     continued: Recorded, name: str

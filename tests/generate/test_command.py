@@ -366,7 +366,7 @@ def test_the_help_has_every_default_except_none(
     with pytest.raises(SystemExit):
         main(["--help-all"])
     text = " ".join(capsys.readouterr().out.split())
-    for default in ("It is interesting", 100, 0.8, 200, 3, 1337):
+    for default in ("'It is interesting'", 100, 0.8, 200, 3, 1337):
         assert f"(default: {default}" in text
     assert "None" not in text
 

@@ -215,6 +215,7 @@ def test_a_valid_checkpoint_is_resumed_when_all_other_files_are_damaged(
     assert not processes_of(paths.root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "an older copy"])
 def test_the_checkpoint_before_a_damaged_one_is_resumed(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str

@@ -12,7 +12,7 @@ import pytest
 
 from tests.rig.host import pids_in_network, wait_until
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 NETWORKS = Path("/run/netns")

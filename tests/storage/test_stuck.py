@@ -38,6 +38,7 @@ def stuck(tmp_path: Path) -> Iterator[StoreAddress]:
         yield parse_store_address(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_an_attempt_that_gets_no_answer_ends(stuck: StoreAddress) -> None:
     env = {**os.environ, "PYTHONPATH": str(REPO)}
     with pytest.raises(PreflightError, match=r"did not answer within 3 s.*storage\.results"):
@@ -73,6 +74,7 @@ def test_a_bucket_s_server_that_falls_silent_ends_a_collect_and_a_resume(
         assert_silence_ends_it(address, server.pid, tmp_path, checkpoint)
 
 
+@pytest.mark.slow
 def test_data_whose_server_falls_silent_is_given_up_with_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

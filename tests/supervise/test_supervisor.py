@@ -145,6 +145,7 @@ def test_a_ranks_own_error_is_the_runs_error(tmp_path: Path) -> None:
     assert (state.exit_class, state.failed_rank) == ("training", 1)
 
 
+@pytest.mark.slow
 def test_rank_0_ends_its_checkpoint_when_another_rank_has_failed(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--fail", "1:40", "--save-s", "1.5")
     assert supervise(paths, echo_s=0.5).wait(DEADLINE_S) == ExitCode.TRAINING
@@ -360,6 +361,7 @@ def test_ranks_that_do_not_stop_in_the_time_that_the_stop_came_with_are_killed(
     assert not processes_of(paths.root)
 
 
+@pytest.mark.slow
 def test_a_stop_waits_for_a_checkpoint_that_makes_progress(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--save-s", "1.5", ranks=1)
     supervisor = supervise(paths)
@@ -372,6 +374,7 @@ def test_a_stop_waits_for_a_checkpoint_that_makes_progress(tmp_path: Path) -> No
     assert _summary(paths).status == "stopped"
 
 
+@pytest.mark.slow
 def test_ranks_that_are_deaf_do_not_outlive_a_killed_supervisor(tmp_path: Path) -> None:
     paths = plan_stand_in(tmp_path / "run", *ENDLESS, "--deaf")
     supervisor = supervise(paths, "--grace", "0.5")

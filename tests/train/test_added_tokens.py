@@ -139,6 +139,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "case", ["llama, untied, biases", pytest.param("gpt2", marks=pytest.mark.slow)]

@@ -154,6 +154,7 @@ def trl_trainer(model: Path, rows: list[dict[str, Any]], folder: Path) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_twenty_losses_are_those_of_trl(model: Path, config: Path, tmp_path: Path) -> None:
     train_alone(tmp_path / "run", config)
     rows = [row for batch in visited(config) for row in batch]

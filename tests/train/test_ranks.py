@@ -169,6 +169,7 @@ def test_ten_steps_killed_and_resumed_end_bitwise_where_twenty_in_one_go_do(
     _assert_same_checkpoint(resumed[dtype], whole)
 
 
+@pytest.mark.slow
 def test_a_micro_batch_of_auto_is_one_number_on_every_rank_and_at_a_resume(
     tmp_path: Path, tiny_config: Path, trained: Trained
 ) -> None:

@@ -145,6 +145,7 @@ def test_conversations_have_the_losses_of_one_rank_and_of_other_micro_batches(
         assert of_run[2] == chat.val_trained_tokens
 
 
+@pytest.mark.slow
 def test_pairs_have_the_losses_rewards_and_reference_of_one_rank(trained: Path) -> None:
     check_pairs(trained / "preference-lora")
 
@@ -215,6 +216,7 @@ def words(name: str, evaluated: Mapping[str, Path], tasks: Mapping[str, Task]) -
     return ["--checkpoint", str(evaluated[name]), "--data", str(tasks[name].data), "--json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_evaluate_gives_the_numbers_of_one_rank(
     ranks: int,

@@ -42,6 +42,7 @@ def test_a_strategy_trains_and_evaluates_as_one_rank_does(name: str, runs: Runs)
     require_equal_runs(runs.folder(name), runs.alone(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names(STRATEGIES))
 def test_its_checkpoint_has_the_layout_and_nearly_the_numbers_of_one_ranks(
     name: str, runs: Runs
@@ -66,6 +67,7 @@ def test_a_resume_on_the_same_ranks_is_bitwise_and_each_rank_reads_its_own_state
     assert "each rank reads its own shard of the state" in runs.output(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names(STRATEGIES))
 def test_one_rank_continues_from_its_checkpoint(name: str, tmp_path: Path, runs: Runs) -> None:
     half = first_half(runs.folder(name), tmp_path / "half")
@@ -73,6 +75,7 @@ def test_one_rank_continues_from_its_checkpoint(name: str, tmp_path: Path, runs:
     assert losses(half) == pytest.approx(losses(runs.folder(name)), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names(CONTINUED))
 def test_other_strategies_and_numbers_of_ranks_continue_from_a_checkpoint(
     name: str, runs: Runs
