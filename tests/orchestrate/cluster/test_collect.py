@@ -23,8 +23,8 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.sshd, pytest.mark.ranks]
 
 NAME = "step_00000500"
-SIZE_BYTES = 200_000_000
-MARK_BYTES = 40_000_000
+SIZE_BYTES = 500_000_000
+MARK_BYTES = 100_000_000
 _ASKED = re.compile(r"tail -c \+(\d+) -- \S+/optimizer\.safetensors")
 
 
@@ -35,7 +35,7 @@ def sha256_of(path: Path) -> str:
 
 @pytest.fixture
 def large(trained: Trained) -> Iterator[Path]:
-    """The run's checkpoint on the head, as after more steps of a model with 200 MB of state."""
+    """The run's checkpoint on the head, as after more steps of a model with 500 MB of state."""
     here = trained.operator.paths("far")
     mirror = here.root / "mirror.json"
     known = mirror.read_bytes()
@@ -56,7 +56,7 @@ def large(trained: Trained) -> Iterator[Path]:
     mirror.write_bytes(known)
 
 
-def test_a_large_checkpoint_arrives_whole_through_three_interruptions(
+def test_a_checkpoint_of_500_mb_arrives_whole_through_three_interruptions(
     trained: Trained, large: Path
 ) -> None:
     operator, nodes = trained.operator, trained.operator.nodes
