@@ -87,7 +87,7 @@ test: setup  ## set up if needed, then the tests of minutes: no machines, no ser
 	$(PYTEST) $(WORKERS) -m 'not ($(LONG_TESTS) or engine or ipex or seeds)' $(ARGS)
 
 test-all: test-packages test  ## make test, then every other test that needs no cloud (as root on Debian)
-	$(PYTEST) $(LONG_WORKERS) -m '($(LONG_TESTS)) and not seeds' $(LONG_FILES) $(ARGS)
+	$(PYTEST) $(LONG_WORKERS) -m '($(LONG_TESTS)) and not seeds' $(if $(filter tests/%,$(ARGS)),,$(LONG_FILES)) $(ARGS)
 	$(MAKE) test-ipex
 
 test-packages:  ## as root on Debian or Ubuntu: install what tests start besides

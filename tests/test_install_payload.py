@@ -215,7 +215,6 @@ def test_a_cuda_build_is_announced_with_its_size_before_it_is_installed(tmp_path
     assert "nvidia_cublas==13.0" in installed(tmp_path / ".venv")
 
 
-@pytest.mark.seeds
 @pytest.mark.slow
 def test_a_machine_with_a_gpu_takes_the_cuda_build_unasked_and_looks_for_no_other(
     tmp_path: Path,
@@ -456,7 +455,6 @@ def test_a_package_that_no_index_has_is_named_in_the_last_line(tmp_path: Path) -
     )
 
 
-@pytest.mark.seeds
 @pytest.mark.slow
 def test_a_package_without_a_hash_is_refused(tmp_path: Path) -> None:
     lock = write_lock(tmp_path, "alpha==1.0  # train")

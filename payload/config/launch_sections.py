@@ -133,8 +133,8 @@ class LaunchSection:
     """none = the node's physical cores divided evenly among its ranks."""
     malloc: Literal["tuned", "lean", "tcmalloc", "default"] = "tuned"
     """`tuned`: glibc keeps large freed blocks for reuse. `lean`: glibc returns them to the kernel
-    immediately. Strategy `zero3` changes `tuned` to `lean`. With both, a freed tensor's memory
-    serves the next tensor of its size."""
+    immediately. Strategy `zero3` changes `tuned` to `lean`. With both, torch's tensors on a
+    CPU are allocated without extra space for their alignment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -358,7 +358,7 @@ def test_a_long_run_has_a_small_page_with_few_elements(
 ) -> None:
     make_long(runs / "resumed", tmp_path / "runs" / "long", steps=steps, ranks=8)
     page = write(capsys, tmp_path / "runs" / "long")
-    assert page.stat().st_size < 3_000_000
+    assert page.stat().st_size < (600_000 if steps == 20_000 else 3_000_000)
     browser.open(page)
     # The browser's work is bounded, not its time: elements and rows, whatever the number of steps.
     elements, charts = browser.run(

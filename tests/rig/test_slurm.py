@@ -111,7 +111,6 @@ def test_a_run_within_an_allocation_takes_its_nodes(
     assert losses(run) == pytest.approx(one_process[:6], rel=1e-6)
 
 
-@pytest.mark.seeds
 def test_torchrun_s_agents_within_an_allocation_train_what_one_process_trains(
     cluster: SlurmCluster, one_process: list[float]
 ) -> None:

@@ -287,7 +287,9 @@ class RemoveOptions:
     """Options of `remove`."""
 
     runs: Sequence[str] = option("ids of the runs to remove", metavar="RUN", positional=True)
-    keep: int | None = option("remove all finished runs except the newest N", metavar="N")
+    keep: int | None = option(
+        "remove all inactive runs except the newest N finished ones", metavar="N"
+    )
     dry_run: bool = option("print the runs that would be removed, with their sizes")
     yes: bool = option("do not prompt for confirmation")
     now: bool = option(
