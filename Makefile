@@ -54,7 +54,7 @@ TEST_PACKAGES := openssh-server openssh-client debootstrap iproute2 systemd-cont
 	chromium chromium-driver fish zsh prometheus prometheus-node-exporter sshfs
 # The tests that `make test` leaves to `make test-all`; `engine` and `ipex` have their own targets.
 LONG_TESTS := slow or sshd or rig or nfs
-# Half of the other files import torch and transformers, in each of pytest's workers.
+# Their files. Each of pytest's workers would import all others too, many with transformers.
 LONG_FILES = $(shell grep -rlE 'mark\.($(subst $() or ,|,$(LONG_TESTS)))\b' tests --include='test_*.py' | sort)
 PYTEST := $(PY) -m pytest --no-loadscope-reorder --numprocesses
 

@@ -94,8 +94,8 @@ class TrackSection:
 
     to: tuple[str, ...] = ("auto",)
     """Trackers that also get metrics, settings, results and the report: `trackio`, `tensorboard`,
-    `wandb`, `mlflow`, `csv`. `auto`: trackio if it is installed. By default, no
-    tracker sends data off this machine."""
+    `wandb`, `mlflow`, `csv`. `auto`: trackio if it is installed. By default, no tracker sends
+    data off this machine."""
 
     def problems(self) -> list[str]:
         """Return a sentence about the first unknown tracker, or nothing."""
@@ -127,14 +127,14 @@ class LaunchSection:
     torchrun. Both start ranks on one machine or on a cluster. In a Slurm job `auto` is `srun`; a
     job of several nodes also supports `torchrun`, but not `mpirun`. The run logs the launcher."""
     ranks_per_node: int | None = checked(None, low=1, high=4096, unit="ranks")
-    """none = one per GPU if the inventory lists GPUs, otherwise one per NUMA domain. In a
-    local run and in a Slurm job, only GPUs in `CUDA_VISIBLE_DEVICES` count."""
+    """none = one per GPU if the inventory lists GPUs, otherwise one per NUMA domain. In a local
+    run and in a Slurm job, only GPUs in `CUDA_VISIBLE_DEVICES` count."""
     threads_per_rank: int | None = checked(None, low=1, high=4096, unit="threads")
     """none = the node's physical cores divided evenly among its ranks."""
     malloc: Literal["tuned", "lean", "tcmalloc", "default"] = "tuned"
     """`tuned`: glibc keeps large freed blocks for reuse. `lean`: glibc returns them to the kernel
-    immediately. Strategy `zero3` changes `tuned` to `lean`. With both, torch's tensors on a
-    CPU are allocated without extra space for their alignment."""
+    immediately. Strategy `zero3` changes `tuned` to `lean`. With both, torch's tensors on a CPU are
+    allocated without extra space for their alignment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

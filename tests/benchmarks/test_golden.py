@@ -205,9 +205,7 @@ def test_a_commit_that_does_not_train_to_the_end_is_an_error(
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_removes_the_worktree_and_kills_the_ranks(
     repo: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

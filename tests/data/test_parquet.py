@@ -55,7 +55,7 @@ def outcome(reader: ParquetReader, place: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [24, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [24, 8])
 def test_a_flipped_bit_of_a_footer_is_a_clean_error_or_a_good_read(
     every: int, good: Path, tmp_path: Path
 ) -> None:

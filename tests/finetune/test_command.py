@@ -368,11 +368,14 @@ def test_the_parts_of_the_command_can_be_run_again(finetuned: Finetuned) -> None
 def test_labelled_texts_and_plain_text_are_trained_on_as_well(
     place: Path, tmp_path: Path, data: str, task: str
 ) -> None:
-    done = finetune(place, "--data", place / data, "--steps", 2, "--no-samples", cwd=tmp_path)
+    words = () if task == "text" else ("--no-samples",)
+    done = finetune(place, "--data", place / data, "--steps", 2, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"task {task}, because " in done.stdout
     assert "status           finished" in done.stdout
-    assert not list(tmp_path.glob("runs/*/samples.json")) and "no samples" not in done.stderr
+    assert "no samples" not in done.stderr
+    made = [read_samples(path) for path in tmp_path.glob("runs/*-*/samples.json")]
+    assert [len(each) for each in made] == ([2] if task == "text" else [])
 
 
 @pytest.mark.slow

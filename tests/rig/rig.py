@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
 import secrets
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from payload.kernels.build import default_cache
 from payload.machines.inventory import Access, ClusterInventory, Node
 from tests.rig.cache import cache_dir, locked
 from tests.rig.cleanup import lock_of, remove_leftovers
@@ -96,7 +98,8 @@ class Rig(Whole):
             layers, user_data = [*self._layers, image / "root"], self.user_data[index]
             hosts = self._hosts()
             machine.mount(layers, user_data=user_data, hosts=hosts, disk_mib=self._disk_mib)
-            _share_kernels(machine.root / "home/trainer")
+            if platform.freedesktop_os_release().get("VERSION_CODENAME") == self._suite:
+                _share_kernels(machine.root / "home/trainer")
             if self._wheels and index not in self._without_index:
                 (machine.root / "etc/pip.conf").write_text(pip_conf(self._wheels), encoding="ascii")
             machine.power_on()
@@ -190,7 +193,7 @@ class Rig(Whole):
 
 
 def _share_kernels(home: Path) -> None:
-    """Copy this host's built kernels into a prepared home: the machines have this host's CPU.
+    """Copy this host's built kernels into a prepared home: same CPU, same libraries.
 
     A home from nothing does not exist yet; such a machine builds them, as does one with another
     torch.
@@ -199,7 +202,7 @@ def _share_kernels(home: Path) -> None:
         return
     owner, cache = home.stat(), home / ".cache/tileforge/kernels"
     cache.mkdir(parents=True, exist_ok=True)
-    for library in (Path.home() / ".cache/tileforge/kernels").glob("*.so"):
+    for library in default_cache().glob("*.so"):
         shutil.copy(library, cache)
     for path in (home / ".cache", cache.parent, cache, *cache.iterdir()):
         path.chmod(0o700)

@@ -9,13 +9,21 @@ from pathlib import Path
 
 import pytest
 
-MARKERS = frozenset({"slow", "sshd", "rig", "nfs"})
+_MAKEFILE = Path(__file__).parents[2] / "Makefile"
+
+
+@functools.cache
+def long_markers() -> frozenset[str]:
+    """Return the markers in LONG_TESTS of the Makefile."""
+    found = re.search(r"^LONG_TESTS := (.+)$", _MAKEFILE.read_text(encoding="utf-8"), re.M)
+    assert found is not None
+    return frozenset(found[1].split(" or "))
 
 
 def require_marks_in_files(items: Sequence[pytest.Item]) -> None:
     """Raise UsageError if a test has its marker from another file."""
     for item in items:
-        missing = MARKERS & {mark.name for mark in item.iter_markers()}
+        missing = long_markers() & {mark.name for mark in item.iter_markers()}
         if missing and not _names_a_marker(item.path):
             raise pytest.UsageError(
                 f"{item.nodeid}: marked {', '.join(sorted(missing))} by another file. Write a "
@@ -26,4 +34,4 @@ def require_marks_in_files(items: Sequence[pytest.Item]) -> None:
 @functools.cache
 def _names_a_marker(path: Path) -> bool:
     text = path.read_text(encoding="utf-8")
-    return re.search(rf"mark\.({'|'.join(MARKERS)})\b", text) is not None
+    return re.search(rf"mark\.({'|'.join(long_markers())})\b", text) is not None

@@ -141,9 +141,7 @@ MESHES = {
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "case", ["llama, untied, biases", pytest.param("gpt2", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("case", ["llama, untied, biases", "gpt2"])
 def test_ranks_that_read_their_own_parts_get_the_same_new_rows(
     case: str, tmp_path: Path, tiny_config: Path
 ) -> None:

@@ -47,9 +47,12 @@ SIZES = {
 TEMPLATES = ("qwen3_training", "glm4moe_training", "nemotron_3_nano_training")
 """They have `{% generation %}` blocks, tools and thoughts."""
 SAMPLE = {
+    ("qwen3_training", "one turn"),
     ("nemotron_3_nano_training", "three turns"),
     ("glm4moe_training", "tools"),
+    ("qwen3_training", "thoughts"),
 }
+"""Every template and every kind of rows; `make test-seeds` runs the other pairs."""
 _TEXT = "what is the one two three of and walnut cactus gondola bramble"
 _WORDS = _TEXT.split()
 

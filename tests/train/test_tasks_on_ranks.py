@@ -217,7 +217,7 @@ def words(name: str, evaluated: Mapping[str, Path], tasks: Mapping[str, Task]) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_evaluate_gives_the_numbers_of_one_rank(
     ranks: int,
     tasks: Mapping[str, Task],

@@ -73,8 +73,7 @@ class ChatTask(Task):
             help="the assistant's thoughts (reasoning) in the rows. keep: train them; drop: remove "
             "them; empty, refuse: like keep, but if the prompt ends with an open <think> (or the "
             "like) and the row has no thought, empty trains </think> and the answer, and refuse "
-            "rejects the row "
-            f"(default: {THOUGHTS[0]})",
+            f"rejects the row (default: {THOUGHTS[0]})",
         )
         add(
             "--train-on",

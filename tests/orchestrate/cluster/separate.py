@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import payload
+from payload.kernels.build import default_cache
 from payload.machines.inventory import ClusterInventory, Node
 from payload.orchestrate.node.look import numa_domains, physical_cores
 from payload.stack.node_paths import VENV
@@ -174,7 +175,7 @@ class SeparateNodes(Whole):
     def _share_kernels(self, cache: Path) -> None:
         """The nodes are this machine: what one compiled for it, all may use."""
         cache.mkdir(parents=True)
-        here = Path.home() / ".cache" / "tileforge" / "kernels"
+        here = default_cache()
         here.mkdir(parents=True, exist_ok=True)
         (cache / "kernels").symlink_to(here)
 
