@@ -510,7 +510,6 @@ def test_messages_name_what_make_can_pass(tmp_path: Path) -> None:
     assert all(f"\n{name} ?=" in make for name in named)
 
 
-@pytest.mark.seeds
 @pytest.mark.slow
 def test_set_up_says_every_15_s_that_it_is_at_work(tmp_path: Path) -> None:
     """A fake slow pip; the script's clock counts, so it is sped up."""

@@ -72,8 +72,8 @@ class JobTime:
     def stop_after_s(self, *, grace_s: float) -> float:
         """Return the seconds until the run must save and stop: two minutes before the job's end.
 
-        `grace_s` replaces the two minutes if `grace_s` is longer. The run never stops before a
-        tenth of the remaining time has passed.
+        `grace_s` replaces the two minutes if `grace_s` is longer. The run never stops before nine
+        tenths of the remaining time have passed.
         """
         return max(0.0, self.left_s - min(max(grace_s, _LEAST_JOB_MARGIN_S), self.left_s / 10))
 

@@ -188,7 +188,6 @@ def signalling_itself(folder: Path, number: signal.Signals, *, after: str) -> Ma
     return {"PYTHONPATH": str(folder)}
 
 
-@pytest.mark.seeds
 @pytest.mark.slow
 def test_a_rank_that_gets_sigterm_is_lost_and_the_run_continues_from_its_checkpoint(
     tmp_path: Path,

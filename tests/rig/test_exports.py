@@ -114,7 +114,6 @@ def make_checkout(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.seeds
 def test_skypilot_s_task_trains_and_a_restarted_one_resumes(
     cluster: SlurmCluster, nodes: list[Machine], one_process: list[float]
 ) -> None:

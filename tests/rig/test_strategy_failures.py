@@ -105,7 +105,6 @@ def signal_rank(machine: Machine, number: signal.Signals) -> None:
         os.kill(each.pid, number)
 
 
-@pytest.mark.seeds
 @BOTH
 def test_a_killed_rank_of_a_machine_is_41_by_its_name(
     two_machines: Operator, pair: Rig, settings: tuple[str, ...], request: pytest.FixtureRequest

@@ -17,16 +17,8 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(900)]
     ("name", "made"),
     [
         ("chat_model", ["mine/model.safetensors", "mine.gguf", "runs/latest/report.html"]),
-        pytest.param(
-            "classifier",
-            ["runs/latest/checkpoints/best/model.safetensors"],
-            marks=pytest.mark.seeds,
-        ),
-        pytest.param(
-            "pretraining",
-            ["runs/latest/checkpoints/step_00000006/model.safetensors"],
-            marks=pytest.mark.seeds,
-        ),
+        ("classifier", ["runs/latest/checkpoints/best/model.safetensors"]),
+        ("pretraining", ["runs/latest/checkpoints/step_00000006/model.safetensors"]),
     ],
 )
 def test_a_tutorial_reaches_its_goal_with_its_own_commands(
