@@ -147,7 +147,6 @@ def test_skypilot_s_task_trains_and_a_restarted_one_resumes(
     assert_trained(cluster, "skypilot", one_process, world_size=4, rel=1e-5)
 
 
-@pytest.mark.seeds
 def test_dstack_s_task_trains(
     cluster: SlurmCluster, nodes: list[Machine], one_process: list[float]
 ) -> None:
@@ -170,7 +169,6 @@ def test_dstack_s_task_trains(
     assert_trained(cluster, "dstack", one_process[:STEPS], world_size=2)
 
 
-@pytest.mark.seeds
 def test_a_trainjob_trains(
     cluster: SlurmCluster, nodes: list[Machine], one_process: list[float]
 ) -> None:
