@@ -56,7 +56,8 @@ RULES = (
         name="ssh-source",
         cis="3.6",
         tools="CKV_GCP_2, GCP-0071, GCP-0027",
-        holds="SSH is allowed only from Google's proxy, the operator's addresses or the nodes",
+        holds="SSH is allowed only from Google's proxy, from the operator's addresses and from the "
+        "nodes",
         types=("Firewall",),
         problems=check.ssh_from_internet,
     ),
@@ -64,7 +65,7 @@ RULES = (
         name="no-rdp",
         cis="3.7",
         tools="CKV_GCP_3, GCP-0070",
-        holds="port 3389 is closed",
+        holds="the port of RDP, 3389, is closed",
         types=("Firewall",),
         problems=check.rdp,
     ),
@@ -72,7 +73,7 @@ RULES = (
         name="flow-logs",
         cis="3.8",
         tools="CKV_GCP_26, GCP-0029, GCP-0076",
-        holds="all flows of the subnet are logged, every 5 seconds",
+        holds="all network flows of the subnet are logged, in intervals of 5 seconds",
         types=("Subnetwork",),
         problems=check.flow_logs,
     ),
@@ -87,28 +88,29 @@ RULES = (
     Rule(
         name="narrow-ingress",
         tools="CKV2_GCP_12, CKV_GCP_75, CKV_GCP_77, CKV_GCP_88, CKV_GCP_106, GCP-0072, GCP-0074",
-        holds="allowed ingress lists its ports and limits its source",
+        holds="a rule that allows ingress names its ports and limits its source",
         types=("Firewall",),
         problems=check.wide_ingress,
     ),
     Rule(
         name="narrow-egress",
         tools="GCP-0035",
-        holds="egress to any address is limited to web traffic",
+        holds="egress to public addresses is limited to web traffic",
         types=("Firewall",),
         problems=check.wide_egress,
     ),
     Rule(
         name="egress-denied",
         tools="GCP-0035",
-        holds="a rule denies all other egress",
+        holds="a rule denies all egress that no other rule allows",
         types=("Firewall",),
         stack_problems=check.egress_not_denied,
     ),
     Rule(
         name="closed-without-nat",
         tools="GCP-0035",
-        holds="without NAT, egress is limited to restricted.googleapis.com, with a DNS zone",
+        holds="without NAT, egress is limited to restricted.googleapis.com, and a private DNS zone "
+        "maps googleapis.com to this name",
         types=("Firewall", "RouterNat", "ManagedZone"),
         stack_problems=check.open_without_nat,
     ),
@@ -140,8 +142,8 @@ RULES = (
         cis="1.5, 5.1",
         tools="CKV_GCP_28, CKV_GCP_41, CKV_GCP_42, CKV_GCP_46, CKV_GCP_49, CKV_GCP_117, GCP-0001, "
         "GCP-0006, GCP-0007, GCP-0011",
-        holds="permissions are granted only on the runs of one bucket, and to Google's service "
-        "agents on one key",
+        holds="the cluster grants two kinds of permissions: on the runs of one bucket, and to "
+        "Google's service agents on one key",
         types=("*IAM*",),
         problems=check.roles,
     ),
@@ -181,7 +183,8 @@ RULES = (
     Rule(
         name="no-plain-disk-keys",
         tools="CKV_GCP_37, CKV_GCP_38, GCP-0033, GCP-0034, GCP-0037",
-        holds="a disk's key is Google's or in Cloud KMS, never in plain text",
+        holds="a disk is encrypted with a key of Google or a key in Cloud KMS, never with a key in "
+        "plain text",
         types=("Instance", "Disk"),
         problems=check.plain_disk_keys,
     ),
@@ -189,7 +192,7 @@ RULES = (
         name="shielded",
         cis="4.8",
         tools="CKV_GCP_39, GCP-0067, GCP-0041, GCP-0045",
-        holds="secure boot, virtual TPM and integrity monitoring are on",
+        holds="a machine has secure boot, a virtual TPM and integrity monitoring",
         types=("Instance",),
         problems=check.shielded,
     ),
@@ -204,7 +207,7 @@ RULES = (
     ),
     Rule(
         name="confidential-whole",
-        holds="a confidential machine uses TDX and does not live-migrate (optional)",
+        holds="if a machine is confidential, it uses TDX and does not live-migrate",
         types=("Instance",),
         problems=check.confidential,
     ),
@@ -218,19 +221,21 @@ RULES = (
         name="private-bucket",
         cis="5.1, 5.2",
         tools="CKV_GCP_29, CKV_GCP_114, GCP-0002",
-        holds="a bucket has uniform access and cannot be made public",
+        holds="access to a bucket is uniform, and the bucket cannot be made public",
         types=("Bucket",),
         problems=check.private_bucket,
     ),
     Rule(
         name="recoverable-bucket",
-        holds="deleted and overwritten objects are kept for a week, and nodes cannot remove them",
+        holds="a bucket keeps deleted and overwritten objects for a week, and nodes cannot remove "
+        "them",
         types=("Bucket",),
         problems=check.recoverable_bucket,
     ),
     Rule(
         name="private-filestore",
-        holds="a Filestore instance is exported to single addresses, at most one with root access",
+        holds="a Filestore instance is exported only to single addresses, and at most one of them "
+        "has root access",
         types=("Filestore",),
         problems=check.private_filestore,
     ),
@@ -242,37 +247,38 @@ RULES = (
     ),
     Rule(
         name="host-keys-published",
-        holds="a machine can publish its host keys, so that unknown keys are never accepted",
+        holds="a machine can publish its host keys, so the commands never accept unknown keys",
         types=("Instance",),
         problems=check.metadata_is("enable-guest-attributes", "TRUE"),
     ),
     Rule(
         name="limited-life",
-        holds="Google deletes a machine at its run time limit and does not restart it",
+        holds="Google deletes a machine when its lifetime ends, and does not restart it",
         types=("Instance",),
         problems=check.limited_life,
     ),
     Rule(
         name="disk-goes-too",
-        holds="a machine's disk is deleted with it",
+        holds="a machine's disk is deleted with the machine",
         types=("Instance",),
         problems=check.disk_goes_too,
     ),
     Rule(
         name="labelled",
-        holds="billed resources have labels with the cluster's name and expiry",
+        holds="billed resources have labels with the cluster's name and its time of expiry",
         types=("Instance", "Filestore", "Bucket", "Disk", "Address", "ManagedZone"),
         problems=check.labelled,
     ),
 )
 
 NOT_MET: Mapping[str, str] = {
-    "2.12": "the network has no DNS policy that logs queries: such a policy needs the API "
-    "dns.googleapis.com, and a leftover policy prevents removal of the network",
-    "4.7": "disks have Google's keys, or with `kmsKey` your key in Cloud KMS, but no key that you "
-    "send with each request",
-    "4.11": "machines are confidential only with `confidential: true`",
-    "4.12": "machines run for hours and boot a fixed image; OS Config does not report patches",
+    "2.12": "the network has no DNS policy that logs queries. Such a policy needs the API "
+    "dns.googleapis.com. A policy that is left over prevents the removal of the network",
+    "4.7": "disks are encrypted with Google's keys, or with your key in Cloud KMS (`kmsKey`). The "
+    "recommendation is a key that you send with each request",
+    "4.11": "machines are confidential only if you set `confidential: true`",
+    "4.12": "OS Config does not report patches, because machines run only for hours and boot a "
+    "fixed image",
 }
 """CIS recommendations that the program does not follow, each with the reason."""
 

@@ -46,11 +46,11 @@ def parser(*, prog: str) -> CommandParser:
         "key",
         nargs="?",
         metavar="KEY",
-        help="a setting such as batch.micro_batch_size or micro_batch_size, or a section such as "
-        "batch",
+        help="a setting, such as `batch.micro_batch_size` or only `micro_batch_size`, or a "
+        "section, such as `batch`",
     )
     key.completer = lambda **_: (*all_settings(), *sections())  # type: ignore[attr-defined]
-    made.add_argument("--config", type=Path, metavar="FILE", help="also show the values of FILE")
+    made.add_argument("--config", type=Path, metavar="FILE", help="also show the values in FILE")
     made.add_argument("--json", action="store_true", help="print the result as JSON")
     return made
 

@@ -21,7 +21,11 @@ def parser(*, prog: str) -> CommandParser:
         example="tileforge schema --out run.schema.json",
     )
     made.add_argument(
-        "file", nargs="?", choices=SCHEMAS, default=SCHEMAS[0], help="kind of file (default: run)"
+        "file",
+        nargs="?",
+        choices=SCHEMAS,
+        default=SCHEMAS[0],
+        help="kind of file that the schema describes (default: run)",
     )
     made.add_argument("--out", type=Path, metavar="FILE", help="write to FILE instead of stdout")
     return made

@@ -22,8 +22,8 @@ class DeviceSection:
     """[device]; docs/guides/gpu.md"""
 
     kind: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the ranks. auto: CUDA if torch sees a device for each rank of the machine,
-    otherwise the CPU. The project's kernels are for CPUs."""
+    """Device on which the ranks compute. `auto` means CUDA if torch finds a CUDA device for each
+    rank of the machine, otherwise the CPU. The project's kernels run only on CPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,33 +31,33 @@ class DistributedSection:
     """[distributed]; docs/explanations/strategies.md"""
 
     backend: Literal["auto", "gloo", "ccl", "nccl"] = "auto"
-    """auto: nccl between CUDA devices, otherwise gloo. `ccl` needs the extra `ccl`; `nccl` needs
-    CUDA."""
+    """Library with which the ranks communicate. `auto` means `nccl` for CUDA devices, otherwise
+    `gloo`. `ccl` needs the extra `ccl`. `nccl` needs CUDA."""
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of gradients in the all-reduce and reduce-scatter."""
+    """Data type in which the ranks send gradients, in the all-reduce or the reduce-scatter."""
     strategy: Literal["replicate", "shard", "zero3"] = "replicate"
-    """`replicate`: each rank holds the whole model. `shard`: each rank holds a shard of the
-    weights, gradients and optimizer state, and gathers the weights of a layer before it computes
-    the layer (FSDP2). `zero3`: like `shard`, but with DeepSpeed's ZeRO stage 3; needs the extra
-    `deepspeed`.
-    """
+    """How the ranks store the model. With `replicate`, each rank holds the whole model. With
+    `shard`, each rank holds a shard of the weights, gradients and optimizer state. A rank gathers
+    the weights of a layer before it computes the layer (FSDP2). `zero3` works like `shard`, but
+    uses DeepSpeed's ZeRO stage 3 and needs the extra `deepspeed`."""
     shard_size: int | None = checked(None, low=1, high=2**20, unit="ranks")
-    """`shard`: number of ranks that together hold one copy of the model. With tensor or pipeline
-    parallelism, they hold one copy of one part of the model. Gradients are averaged over all
-    copies. none = all ranks share one copy."""
+    """Only with `strategy = "shard"`: number of ranks that together hold one copy of the model. If
+    tensor or pipeline parallelism splits the model into parts, these ranks hold one copy of one
+    part. Gradients are averaged over all copies. none = all ranks share one copy."""
     tensor_parallel: int = checked(1, low=1, high=2**10, unit="ranks")
-    """Number of ranks that compute each layer together on the same data. Each rank has a part of
-    the heads, the MLP and the vocabulary. These ranks must be on one node."""
+    """Number of ranks that compute each layer together, on the same data. Each of these ranks has a
+    part of the heads, the MLP and the vocabulary. These ranks must be on one node."""
     pipeline_parallel: int = checked(1, low=1, high=2**10, unit="stages")
-    """Number of pipeline stages, each with some of the layers. Further ranks form more pipelines,
-    which train on different data. With `strategy = "replicate"`, each pipeline has all weights;
-    with `shard`, each has a shard of them."""
+    """Number of pipeline stages. Each stage has some of the layers. If there are more ranks than
+    stages, the ranks form several pipelines, which train on different data. With `strategy =
+    "replicate"`, each pipeline has all weights. With `strategy = "shard"`, each pipeline has a
+    shard of the weights."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order of a stage's micro-batches. `1f1b`: backward passes begin early, so a stage keeps the
-    activations of at most as many micro-batches as there are stages. `gpipe`: all forward passes
-    come first."""
+    """Order in which a stage computes its micro-batches. With `1f1b`, backward passes begin early.
+    A stage then keeps the activations of at most as many micro-batches as there are stages. With
+    `gpipe`, all forward passes come before the first backward pass."""
     timeout_s: float = checked(600.0, above=0.0, high=1e7, unit="seconds")
-    """Longest wait of one rank for another."""
+    """Maximum time that a rank waits for another rank."""
 
     def mesh(self, world_size: int) -> Mesh:
         """Return the mesh of `world_size` ranks.
@@ -93,9 +93,9 @@ class TrackSection:
     """[track]; docs/guides/report.md lists what each tracker stores, and where"""
 
     to: tuple[str, ...] = ("auto",)
-    """Trackers that also get metrics, settings, results and the report: `trackio`, `tensorboard`,
-    `wandb`, `mlflow`, `csv`. `auto`: trackio if it is installed. By default, no tracker sends
-    data off this machine."""
+    """Trackers that also get the run's metrics, settings, results and report: `trackio`,
+    `tensorboard`, `wandb`, `mlflow` or `csv`. `auto` means `trackio` if it is installed, otherwise
+    no tracker. By default, no tracker sends data off this machine."""
 
     def problems(self) -> list[str]:
         """Return a sentence about the first unknown tracker, or nothing."""
@@ -112,10 +112,12 @@ class MonitorSection:
     """[monitor]; docs/guides/monitoring.md lists metrics, dashboards and alerts"""
 
     enabled: Literal["auto", "on", "off"] = "auto"
-    """Serve the run's metrics to Prometheus, only on the head's loopback address. auto: on a head
-    that was set up with `monitoring: prometheus`. Needs the extra `monitor`."""
+    """Whether the run serves its metrics to Prometheus. The metrics are served only on the head's
+    loopback address. This needs the extra `monitor`. `auto` means `on` if the head was set up with
+    `monitoring: prometheus`, otherwise `off`."""
     port: int = checked(9464, low=1024, high=65535)
-    """Port on 127.0.0.1. If the port is in use, the run logs a message and serves no metrics."""
+    """Port on 127.0.0.1 for the metrics. If this port is in use, the run logs a message and serves
+    no metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,18 +125,23 @@ class LaunchSection:
     """[launch]; docs/explanations/scaling.md"""
 
     launcher: str = "auto"
-    """`mpirun`, `torchrun`, or `auto`: mpirun on x86-64 Linux, which Intel MPI supports, otherwise
-    torchrun. Both start ranks on one machine or on a cluster. In a Slurm job `auto` is `srun`; a
-    job of several nodes also supports `torchrun`, but not `mpirun`. The run logs the launcher."""
+    """Program that starts the ranks. Outside Slurm, `mpirun` and `torchrun` start ranks on one
+    machine or on a cluster. `auto` then means `mpirun` on x86-64 Linux, which Intel MPI supports,
+    otherwise `torchrun`. In a Slurm job, `auto` means `srun`. A Slurm job of several nodes also
+    supports `torchrun`, but not `mpirun`. The run logs the launcher."""
     ranks_per_node: int | None = checked(None, low=1, high=4096, unit="ranks")
-    """none = one per GPU if the inventory lists GPUs, otherwise one per NUMA domain. In a local
-    run and in a Slurm job, only GPUs in `CUDA_VISIBLE_DEVICES` count."""
+    """Number of ranks on each node. none = one rank per GPU if the inventory lists GPUs, otherwise
+    one rank per NUMA domain. In a local run and in a Slurm job, only the GPUs in
+    `CUDA_VISIBLE_DEVICES` count."""
     threads_per_rank: int | None = checked(None, low=1, high=4096, unit="threads")
-    """none = the node's physical cores divided evenly among its ranks."""
+    """Number of threads of each rank. none = the node's physical cores, divided evenly among the
+    node's ranks."""
     malloc: Literal["tuned", "lean", "tcmalloc", "default"] = "tuned"
-    """`tuned`: glibc keeps large freed blocks for reuse. `lean`: glibc returns them to the kernel
-    immediately. Strategy `zero3` changes `tuned` to `lean`. With both, torch's tensors on a CPU are
-    allocated without extra space for their alignment."""
+    """How a rank allocates memory. With `tuned`, glibc keeps large freed blocks for reuse. With
+    `lean`, glibc returns these blocks to the kernel immediately. With `tcmalloc`, that library
+    replaces glibc's malloc. With `default`, glibc's settings are unchanged. The strategy `zero3`
+    changes `tuned` to `lean`. With `tuned` or `lean`, tensors on a CPU need no extra space for
+    alignment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,19 +149,22 @@ class LimitsSection:
     """[limits]; the supervisor on the head enforces them; docs/guides/recovery.md"""
 
     hang_timeout_s: float = checked(120.0, low=1.0, unit="seconds")
-    """If no rank makes progress for this time, the supervisor treats the run as hung. It waits at
-    least ten times the median step, but at most nine tenths of distributed.timeout_s. While ranks
-    load, compile or save, it waits nine tenths of distributed.timeout_s."""
+    """If no rank makes progress for this time, the supervisor treats the run as hung. If ten times
+    the median step is longer, the supervisor waits for that time instead. It never waits longer
+    than nine tenths of distributed.timeout_s. While ranks load, compile or save, it always waits
+    for nine tenths of distributed.timeout_s."""
     max_restarts: int = checked(3, low=0, unit="restarts")
-    """Limit on restarts from the last checkpoint after a lost rank, a lost node or a hang; 0 = no
-    restarts. A run is not restarted after an attempt that completed no further step."""
+    """Maximum number of restarts after a lost rank, a lost node or a hang; 0 = no restarts. Each
+    restart resumes from the last checkpoint. If an attempt completes no further step, the run is
+    not restarted."""
     max_hours: float | None = checked(None, above=0.0, unit="hours")
-    """Longest time of the run, over all attempts and resumes. Before the limit, the run saves a
-    checkpoint and stops. The machines of a cluster are billed until `down`."""
+    """Maximum duration of the run in hours, summed over all attempts and resumes. Shortly before
+    the limit, the run saves a checkpoint and stops. The machines of a cluster are billed until
+    `down`."""
     max_usd: float | None = checked(None, above=0.0, unit="US dollars")
-    """Highest cost of the nodes while the run lasts, enforced like `max_hours`; the inventory needs
-    hourly_usd for every node. The setting does not limit the bill: after the run, the machines are
-    billed until `down`."""
+    """Maximum cost of the nodes while the run lasts. Shortly before the limit, the run saves a
+    checkpoint and stops. The inventory must give hourly_usd for every node. The setting does not
+    limit the bill: after the run, the machines are billed until `down`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +172,13 @@ class StorageSection:
     """[storage]; docs/guides/storage.md"""
 
     results: str = AUTO
-    """Store to which the head copies checkpoints, metrics and logs: `gs://BUCKET/PREFIX`, or the
-    absolute path of a mounted folder. Each run has its own folder in the store. `auto`: the
-    cluster's bucket, if it has one. `none`: no copy."""
+    """Store to which the head copies checkpoints, metrics and logs. `auto` means the cluster's
+    bucket, if the cluster has a bucket. `none` means no copy. Otherwise, write
+    `gs://BUCKET/PREFIX`, or the absolute path of a mounted folder. Each run has its own folder in
+    the store."""
     final_wait_s: float = checked(300.0, low=0.0, high=1e6, unit="seconds")
-    """Longest wait for the store at the end of a run; training never waits for it."""
+    """Maximum time to finish the uploads to the store at the end of a run. Training never waits for
+    the store."""
 
     def address(self) -> StoreAddress | None:
         """Return the address of the store, or None if the run has no store. Raises ConfigError."""

@@ -41,16 +41,17 @@ class SlurmSection:
     partition: str | None = None
     """Partition of the job; none = the cluster's default."""
     account: str | None = None
-    """Account that the job is charged to; none = the cluster's default."""
+    """Account that pays for the job; none = the cluster's default."""
     qos: str | None = None
     """Quality of service of the job; none = the cluster's default."""
     time: str | None = None
-    """Time limit of the job, as in `"12:00:00"`, `"2-00"` (days-hours) or `"90"` (minutes). The run
-    saves a checkpoint and stops before the limit. none = the cluster's default."""
+    """Time limit of the job: `"12:00:00"`, `"2-00"` (days-hours) or `"90"` (minutes). The run saves
+    a checkpoint and stops before this limit. none = the cluster's default."""
     cpus_per_node: int | None = checked(None, low=1, high=16_384, unit="CPUs")
-    """CPUs of each node; none = whole nodes, not shared with other jobs."""
+    """Number of CPUs to reserve on each node; none = whole nodes, not shared with other jobs."""
     extra: str = ""
-    """Further options of sbatch, as on its command line: `"--constraint=amx --mail-type=END"`."""
+    """Additional options for sbatch, written as on the command line of sbatch: `"--constraint=amx
+    --mail-type=END"`."""
 
     def job_options(self) -> list[str]:
         """Return the options of sbatch for partition, account, QOS, time limit and `extra`."""

@@ -43,8 +43,8 @@ class DataSection:
     """[data]; docs/guides/recipes.md"""
 
     dir: str = "data/openwebtext"
-    """Folder with train.bin, val.bin and meta.json, written by `tileforge prepare`; or
-    `gs://BUCKET/PREFIX` of such a folder, which is downloaded to a cache once."""
+    """Folder with train.bin, val.bin and meta.json, written by `tileforge prepare`. The folder can
+    also be in a bucket, at `gs://BUCKET/PREFIX`. Then the folder is downloaded once, to a cache."""
     sequence_length: int = checked(1024, low=1, high=2**20, unit="tokens")
     """Tokens per sequence."""
 
@@ -65,25 +65,30 @@ class ModelSection:
     """[model]; docs/guides/models.md"""
 
     preset: Preset = "gpt2"
-    """Sizes of a model that is trained from scratch; a model from `init` has its own sizes."""
+    """Sizes of a model that is trained from scratch: layers, heads and width. A model from
+    `model.init` has its own sizes and ignores the preset."""
     init: str = "scratch"
-    """`scratch`, a Hugging Face name or folder, a GGUF file, a run or one of its checkpoints."""
+    """Model that the training starts from: `scratch` for random weights, the name or folder of a
+    Hugging Face model, a GGUF file, a run, or a checkpoint of a run."""
     quantize: Quantize = "none"
-    """`nf4`: the linears of the layers are stored in 4 bits; needs an adapter and the extra
-    `quant`."""
+    """With `nf4`, the weights of the layers' linears are stored in 4 bits. This needs an adapter
+    and the extra `quant`."""
     router: Literal["auto", "train", "freeze"] = "auto"
-    """Treatment of the routers of a mixture of experts. auto: trained in full fine-tuning, frozen
-    with an adapter. (An adapter trains a router only if `adapter.target` names it.)"""
+    """Whether to train the routers of a mixture of experts. `auto` trains them in full fine-tuning
+    and freezes them with an adapter. An adapter trains a router only if `adapter.target` names the
+    router."""
     dropout: float = checked(0.0, low=0.0, high=0.99)
     """Dropout in the model's layers."""
     bias: bool = True
-    """True if a model from scratch has biases."""
+    """Whether a model that is trained from scratch has biases."""
     n_layer: int | None = checked(None, low=1, high=1000, unit="layers")
-    """Layers of a model from scratch; none = the number in the preset."""
+    """Number of layers of a model that is trained from scratch; none = the preset's number."""
     n_head: int | None = checked(None, low=1, high=1000, unit="heads")
-    """Attention heads of a model from scratch; none = the number in the preset."""
+    """Number of attention heads of a model that is trained from scratch; none = the preset's
+    number."""
     n_embd: int | None = checked(None, low=1, high=2**16, unit="elements")
-    """Width of a model from scratch, a multiple of n_head; none = the width of the preset."""
+    """Width of a model that is trained from scratch; it must be a multiple of n_head. none = the
+    preset's width."""
 
     def spec(self, *, sequence_length: int, vocab_size: int | None) -> ModelSpec:
         """Return the spec of a model from scratch: the preset with the sizes of this section.
@@ -116,16 +121,16 @@ class TaskSection:
     docs/guides/recipes.md"""
 
     kind: str = checked("text", choices=training_tasks)
-    """The prediction that the model learns. `text`: the next token of plain text. `chat`: the
-    assistant's tokens of conversations. `classify`: a label for each text. `preference`: which of
-    two answers is better (DPO)."""
+    """What the model learns to predict. `text`: the next token of plain text. `chat`: the
+    assistant's tokens in conversations. `classify`: the label of a text. `preference`: which of two
+    answers is better (DPO)."""
     beta: float = checked(0.1, above=0.0, high=1e3)
-    """preference: DPO's beta. A higher value keeps the model closer to the reference model. TRL's
-    default is 0.1.
-    """
+    """Only for the task `preference`: DPO's beta. A higher value keeps the model closer to the
+    reference model. TRL's default is also 0.1."""
     class_weights: str = "none"
-    """classify: `none`; `balanced`: the texts of each label have the same total weight in the
-    loss; or a weight for each label, in order: `1,2.5`."""
+    """Only for the task `classify`: weights of the labels in the loss. With `none`, all texts have
+    equal weight. With `balanced`, the texts of each label have the same total weight. Otherwise,
+    write one weight for each label, in the order of the labels: `1,2.5`."""
 
     def sequences_per_sample(self) -> int:
         """Return the sequences of a sample: two for a preference pair, otherwise one."""
@@ -146,24 +151,27 @@ class AdapterSection:
     docs/guides/recipes.md"""
 
     kind: Literal["none", "lora"] = "none"
-    """`lora`: two low-rank matrices for each target linear; checkpoints have PEFT's format."""
+    """With `lora`, training adds two low-rank matrices to each target linear. Checkpoints have
+    PEFT's format."""
     rank: int = checked(16, low=1, high=4096)
-    """Rank of the two matrices. A higher rank trains more parameters."""
+    """Rank of the adapter's two matrices. A higher rank trains more parameters."""
     alpha: float = checked(32.0, above=0.0)
     """The adapter's output is multiplied by alpha / rank."""
     dropout: float = checked(0.0, low=0.0, high=0.99)
     """Dropout on the adapter's input."""
     target: str = "all-linear"
-    """`all-linear`, or names of linears separated by commas: `q_proj,v_proj`."""
+    """Linears that get an adapter: `all-linear`, or the names of linears, separated by commas, such
+    as `q_proj,v_proj`."""
     train_tokens: str = "new"
-    """Tokens whose rows of the embedding and the output head are trained in full beside the
-    adapter. `new`: the tokens that `prepare --add-special-tokens` added; `none`; or token ids
-    separated by commas: `32000,32001`."""
+    """Tokens whose rows in the embedding and the output head are trained in full, in addition to
+    the adapter. `new` means the tokens that `prepare --add-special-tokens` added. `none` means no
+    tokens. Token ids, separated by commas, mean these tokens: `32000,32001`."""
     rslora: bool = False
-    """True: the adapter's output is multiplied by alpha / sqrt(rank) instead of alpha / rank, so
-    that the output keeps its scale at high ranks."""
+    """If true, the adapter's output is multiplied by alpha / sqrt(rank) instead of alpha / rank.
+    The output then keeps its scale at high ranks."""
     dora: bool = False
-    """DoRA: also train the norm of each output's weights, without the project's kernels."""
+    """If true, use DoRA: also train the norm of the weights of each output. DoRA does not use the
+    project's kernels."""
 
     def is_on(self) -> bool:
         """Return True if an adapter is trained instead of the model."""
@@ -175,11 +183,11 @@ class BatchSection:
     """[batch], in sequences; docs/explanations/scaling.md"""
 
     global_batch_size: int = checked(32, low=1, high=10**9, unit="sequences")
-    """Sequences per step over all ranks."""
+    """Number of sequences per step, summed over all ranks."""
     micro_batch_size: int | Literal["auto"] = checked(4, low=1, high=10**6, unit="sequences")
-    """Sequences per rank per micro-batch; lower it if memory runs out. `auto`: the largest number
-    with which the estimated memory fits, chosen when the ranks are placed and then written to
-    run.toml."""
+    """Sequences per rank per micro-batch; lower it if memory runs out. `auto` means the largest
+    number whose estimated memory fits. The run chooses this number when it places the ranks, and
+    writes it to run.toml."""
 
     def micro_batch(self) -> int:
         """Return `micro_batch_size` as a number; planning or rank 0 must have resolved `auto`."""
@@ -224,20 +232,21 @@ class OptimizerSection:
     """[optimizer]; docs/guides/recipes.md"""
 
     name: str = checked(DEFAULT, choices=names)
-    """`muon`: Muon for hidden matrices, AdamW for the rest. Muon's updates are scaled to AdamW's
-    step size."""
+    """`adamw` trains all parameters with AdamW. `muon` trains hidden matrices with Muon and the
+    other parameters with AdamW. Muon's updates are scaled to AdamW's step size."""
     lr: float = checked(3e-5, above=0.0)
-    """Highest learning rate. nanoGPT uses 3e-5 to fine-tune GPT-2."""
+    """Highest learning rate. nanoGPT fine-tunes GPT-2 with 3e-5."""
     min_lr: float = checked(3e-6, low=0.0)
     """Learning rate at the end of the decay."""
     weight_decay: float = checked(0.1, low=0.0)
-    """Weight decay of matrices and embeddings; other parameters are not decayed."""
+    """Weight decay of matrices and embeddings. The other parameters have no weight decay."""
     beta1: float = checked(0.9, low=0.0, high=0.9999)
     """Decay rate of AdamW's running mean of the gradient."""
     beta2: float = checked(0.95, low=0.0, high=0.99999)
     """Decay rate of AdamW's running mean of the squared gradient."""
     grad_clip: float = checked(1.0, low=0.0)
-    """Gradient norm above which gradients are clipped; 0 = no clipping."""
+    """Highest norm of the gradient. A larger gradient is scaled down to this norm; 0 = no
+    clipping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,13 +254,14 @@ class ScheduleSection:
     """[schedule]; docs/guides/recipes.md"""
 
     kind: Literal["cosine", "constant", "wsd"] = "cosine"
-    """Course of the learning rate. `wsd`: warm up, stay constant, decay linearly over the last
-    `decay_steps`."""
+    """How the learning rate changes after the warm-up. `cosine`: it falls from lr to min_lr along a
+    cosine. `constant`: it stays at lr. `wsd`: it stays at lr, then falls linearly to min_lr over
+    the last `decay_steps`."""
     warmup_steps: int = checked(0, low=0, unit="steps")
-    """Steps over which the learning rate rises from zero to lr."""
+    """Number of steps over which the learning rate rises from zero to lr."""
     decay_steps: int | None = checked(None, low=1, unit="steps")
-    """cosine: the step at which min_lr is reached; none = the last step. wsd: length of the final
-    decay; none = a fifth of the run."""
+    """For `cosine`: the step at which the learning rate reaches min_lr; none = the last step. For
+    `wsd`: the number of steps of the final decay; none = a fifth of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,24 +269,27 @@ class TrainSection:
     """[train]; a step is one optimizer update; docs/guides/runs.md"""
 
     steps: int = checked(100, low=1, unit="steps")
-    """Length of the run."""
+    """Number of steps of the run."""
     log_every: int = checked(10, low=1, unit="steps")
-    """Steps between printed lines; metrics.jsonl has every step."""
+    """Steps between two printed lines. The file metrics.jsonl has a row for every step."""
     eval_every: int = checked(100, low=0, unit="steps")
-    """Steps between evaluations on the validation data; 0 = only at the start and the end."""
+    """Steps between two evaluations on the validation data; 0 = evaluate only at the start and at
+    the end."""
     eval_tokens: int | None = checked(None, low=1, unit="tokens")
-    """Validation tokens per evaluation; none = all."""
+    """Number of validation tokens per evaluation; none = all tokens."""
     checkpoint_every: int = checked(100, low=0, unit="steps")
-    """Steps between checkpoints; 0 = only at the end."""
+    """Steps between two checkpoints; 0 = save only at the end."""
     keep_checkpoints: int = checked(2, low=1)
-    """Newest checkpoints to keep; the checkpoint with the lowest val_loss is also kept."""
+    """Number of newest checkpoints to keep. The checkpoint with the lowest val_loss is also
+    kept."""
     sync_check_every: int = checked(100, low=0, unit="steps")
-    """Steps between comparisons of all ranks' weights and optimizer state; 0 = only at checkpoints
-    and the end."""
+    """Steps between two checks that all ranks have the same weights and optimizer state; 0 = check
+    only at checkpoints and at the end."""
     profile_step: int | None = checked(None, low=1)
-    """Step that the torch profiler records on one rank; `run --profile STEP` sets it."""
+    """Step that the torch profiler records, on one rank; none = no profile. `run --profile STEP`
+    sets this key."""
     profile_rank: int = checked(0, low=0)
-    """Rank on which `profile_step` is recorded."""
+    """Rank on which the profiler records `profile_step`."""
 
     def require_profiled(self, world_size: int) -> None:
         """Raise ConfigError if no rank would record the step to profile.
@@ -302,11 +315,12 @@ class PrecisionSection:
     """[precision]; docs/explanations/speed.md"""
 
     dtype: DtypeChoice = "auto"
-    """auto: bf16 if a measurement finds it faster, otherwise fp32. The run logs its choice."""
+    """Data type of the computation. `auto` means bf16 if a measurement finds bf16 faster, otherwise
+    fp32. The run logs the chosen type."""
     fp8: Literal["off", "on", "emulated"] = "off"
-    """on: the layers' linears compute in 8-bit floats, the rest in bf16. Needs the extra `fp8` and
-    a GPU of compute capability 8.9 or higher. emulated: the same rounding on any device, slower
-    than bf16."""
+    """`on`: the layers' linears compute in 8-bit floats, and the rest of the model computes in
+    bf16. This needs the extra `fp8` and a GPU of compute capability 8.9 or higher. `emulated`: the
+    same rounding on any device, but slower than bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,16 +328,16 @@ class EngineSection:
     """[engine]; docs/explanations/speed.md"""
 
     kind: Literal["native", "ipex"] = "native"
-    """`native`: stock torch. `ipex`: Intel's archived extension for torch; needs the extra
+    """`native` is stock torch. `ipex` is Intel's archived extension for torch, and needs the extra
     `intel`."""
     compile: bool = False
-    """Pass the model through torch.compile; needs a C++ compiler on every node."""
+    """Whether to compile the model with torch.compile. This needs a C++ compiler on every node."""
     kernels: Literal["auto", "off"] = "auto"
-    """auto: the project's own kernels if they can be built, but not with `compile` or `ipex`.
-    `off`: only stock torch."""
+    """With `auto`, the model uses the project's own kernels if they can be built. It uses stock
+    torch with `compile` or `ipex`. With `off`, the model always uses stock torch."""
     deterministic: bool = False
-    """On CUDA, use only deterministic algorithms, which are slower, so that a resume is bitwise
-    identical. On CPUs a resume is always bitwise identical."""
+    """Only for CUDA: whether to use only deterministic algorithms. These are slower, but a resumed
+    run is then bitwise identical. On CPUs, a resumed run is always bitwise identical."""
 
     def wants_kernels(self) -> bool:
         """Return whether this engine uses the project's kernels."""
@@ -335,5 +349,6 @@ class MemorySection:
     """[memory]; docs/explanations/strategies.md"""
 
     activation_checkpointing: Literal["off", "auto", "on"] = "auto"
-    """`on`: keep only each layer's input and recompute the layer in the backward pass, which takes
-    a third more time. auto: on if a rank's estimated memory exceeds the free memory."""
+    """With `on`, a rank keeps only the input of each layer, and recomputes the layer in the
+    backward pass. This takes a third more time. `auto` means `on` if a rank's estimated memory
+    exceeds the free memory, otherwise `off`."""

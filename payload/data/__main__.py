@@ -132,7 +132,8 @@ def parser() -> CommandParser:
         choices=TASK_KINDS,
         default="text",
         metavar="KIND",
-        help="; ".join(f"{task.kind}: {task.summary}" for task in all_tasks())
+        help="what the model learns. "
+        + "; ".join(f"{task.kind}: {task.summary}" for task in all_tasks())
         + " (default: %(default)s)",
     )
     _add_source_flags(prepare)
@@ -150,17 +151,17 @@ def parser() -> CommandParser:
     verify.add_argument(
         "--add-hashes",
         action="store_true",
-        help="add hashes of file ranges to a meta.json of an older release; training then verifies "
-        "each range when it reads it",
+        help="add hashes of file ranges to the meta.json of a folder from an older release. "
+        "Training then verifies each range when it reads the range",
     )
     _add_show_flags(
         commands.add_parser(
             "show",
-            help="print a conversation or pair with the trained tokens in colour",
+            help="print a conversation or pair with the trained tokens in color",
             description="Print a conversation of a folder that was prepared with --task chat, or "
             "a pair of --task preference. For a file that is not prepared yet, print the detected "
             "format, task and columns, and with --tokenizer one row as it will be trained. Tokens "
-            "in the loss are green; without colours they are in \u27e6 \u27e7.",
+            "in the loss are green; without colors they are in \u27e6 \u27e7.",
             example=command("data", "show", "data/chats"),
         )
     )
@@ -175,9 +176,14 @@ def _add_show_flags(parser: CommandParser) -> None:
         "--tokenizer",
         metavar="NAME",
         dest="tokenizer",
-        help="model whose tokenizer and template render the row",
+        help="model whose tokenizer and chat template render the row",
     )
-    raw("--task", choices=TASK_KINDS, metavar="KIND", help="task (default: detected)")
+    raw(
+        "--task",
+        choices=TASK_KINDS,
+        metavar="KIND",
+        help="task of the data (default: detected from the data)",
+    )
     raw("--text-column", metavar="NAME", help="column with the text (default: detected by name)")
     raw("--label-column", metavar="NAME", help="column with the label (default: detected by name)")
     add_reading_flags(raw)
@@ -188,14 +194,20 @@ def _add_show_flags(parser: CommandParser) -> None:
         type=_count,
         default=0,
         metavar="N",
-        help="number of the sample, from 0 (default: 0)",
+        help="index of the sample; the first sample is 0 (default: 0)",
     )
-    add("--split", choices=("train", "val"), default="train", help="split (default: %(default)s)")
+    add(
+        "--split",
+        choices=("train", "val"),
+        default="train",
+        help="split of the sample (default: %(default)s)",
+    )
     add(
         "--color",
         choices=("auto", "always", "never"),
         default="auto",
-        help="auto: colours on a terminal unless NO_COLOR is set (default: %(default)s)",
+        help="when to use colors. `auto` uses colors on a terminal, unless NO_COLOR is set "
+        "(default: %(default)s)",
     )
 
 
@@ -207,7 +219,7 @@ def _add_source_flags(parser: CommandParser) -> None:
         choices=SOURCE_KINDS,
         default="auto",
         metavar="KIND",
-        help="kind of source: " + ", ".join(SOURCE_KINDS) + " (default: auto, by content)",
+        help=f"{', '.join(SOURCE_KINDS)} (default: auto, which detects the kind)",
     )
     add(
         "--input",
@@ -215,15 +227,15 @@ def _add_source_flags(parser: CommandParser) -> None:
         action="extend",
         default=[],
         metavar="PATH[:WEIGHT]",
-        help="files or folders; hf: a folder or the name of a dataset; with a.jsonl:3, each "
-        "row of a.jsonl is trained three times in an epoch",
+        help="files or folders. With --source hf, a folder or the name of a dataset. With "
+        "a.jsonl:3, an epoch has each row of a.jsonl three times",
     )
     add_reading_flags(more)
     add(
         "--text-column",
         metavar="NAME",
-        help=f"key or column that holds the text (default: {DEFAULT_TEXT_COLUMN}, or another known "
-        "name, ignoring case)",
+        help=f"key or column with the text (default: {DEFAULT_TEXT_COLUMN}, or another known "
+        "name in upper or lower case)",
     )
     add_dedup_flag(more)
     add_hub_flags(more)
@@ -239,8 +251,8 @@ def _add_output_flags(parser: CommandParser) -> None:
         "--model",
         default=TOKENIZER,
         metavar="NAME",
-        help="tokenizer of the model to train. NAME is gpt2, latest, the id or folder of a run, a "
-        "folder with tokenizer.json, a GGUF file, or a hub name such as "
+        help="tokenizer of the model to train: gpt2, a run (id, folder or `latest`), a folder "
+        "with tokenizer.json, a GGUF file, or a name on the hub such as "
         "HuggingFaceTB/SmolLM2-135M@main (default: %(default)s)",
     )
     add_tokenizer_check_flag(more)
@@ -259,15 +271,19 @@ def _add_output_flags(parser: CommandParser) -> None:
         action="store_true",
         help="start from scratch and replace earlier output in DIR",
     )
-    more("--wait", action="store_true", help="wait for another prepare that writes to DIR")
+    more(
+        "--wait",
+        action="store_true",
+        help="if another prepare command writes to DIR, wait until that command ends",
+    )
     more(
         "--shard-mib",
         type=positive_int,
         default=64,
         metavar="MIB",
-        help="save the progress after every MIB MiB of output (default: %(default)s)",
+        help="save the progress each time this much output is written (default: %(default)s)",
     )
-    add("--dry-run", action="store_true", help="print the estimated output; write nothing")
+    add("--dry-run", action="store_true", help="print the estimated output, but write nothing")
     # `finetune` passes both: the first if the run has task.class_weights.
     more("--has-class-weights", action="store_true", help=argparse.SUPPRESS)
     more("--no-next", action="store_true", help=argparse.SUPPRESS)

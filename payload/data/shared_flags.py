@@ -26,37 +26,45 @@ _NOT_FORWARDED = ("--sequence-length", "--label-column")
 
 def add_reading_flags(more: AddFlag) -> None:
     """Declare the options that decide which rows and keys are read."""
-    more("--glob", metavar="PATTERN", help="pattern of the files in a folder, such as '*.md'")
+    more(
+        "--glob",
+        metavar="PATTERN",
+        help="read only the files of a folder that match this pattern, such as '*.md'",
+    )
     more(
         "--skip-bad",
         action="store_true",
-        help="skip bad documents and count them, instead of stopping at the first one",
+        help="skip bad documents and count them, instead of stopping at the first bad document",
     )
     more(
         "--columns",
         type=_columns,
         metavar="COLUMN=NAME,...",
-        help="rename columns of the data. The new name is a role, as in "
-        "question=user,answer=assistant, or another known column, as in dialog=messages; the "
-        "texts of columns with the same new name are joined",
+        help="rename columns of the data. NAME is a role, as in "
+        "question=user,answer=assistant, or another known column name, as in dialog=messages. "
+        "If several columns get the same NAME, their texts are joined",
     )
     more(
         "--ignore-key",
         action="append",
         metavar="NAME",
-        help="ignore this column of rows, or this key of messages; can be repeated",
+        help="ignore this column of the rows, or this key of the messages; can be repeated",
     )
 
 
 def add_hub_flags(more: AddFlag) -> None:
     """Declare the options for a dataset of the hub."""
-    more("--config", metavar="NAME", help="hf: the dataset's configuration (subset)")
-    more("--revision", metavar="REV", help="hf: branch, tag or commit (default: the newest)")
+    more("--config", metavar="NAME", help="configuration (subset) of a dataset on the hub")
+    more(
+        "--revision",
+        metavar="REV",
+        help="branch, tag or commit of a dataset on the hub (default: the newest commit)",
+    )
     more(
         "--split",
         metavar="NAME",
-        help=f"hf: split to use (default: {DEFAULT_SPLIT}; except for --task text, the dataset's "
-        "validation split is the validation data)",
+        help=f"split of a dataset on the hub (default: {DEFAULT_SPLIT}). Without this option, "
+        "all tasks except text use the dataset's validation split as validation data",
     )
 
 
@@ -65,9 +73,9 @@ def add_tokenizer_check_flag(more: AddFlag) -> None:
     more(
         "--allow-odd-tokenizer",
         action="store_true",
-        help="continue even if a check of the tokenizer fails: the texts have no tokens, too "
-        "many, or over 1 %% unknown ones; decoding loses text; or the vocabulary does not fit the "
-        "model",
+        help="continue even if a check of the tokenizer fails. The checks find texts without "
+        "tokens, texts with too many tokens, over 1 %% unknown tokens, text that is lost in "
+        "decoding, and a vocabulary that does not fit the model",
     )
 
 
@@ -78,9 +86,9 @@ def add_special_tokens_flag(more: AddFlag) -> None:
         nargs="+",
         default=(),
         metavar="TOKEN",
-        help="add special tokens to the tokenizer, as in '<|tool|>'. For each token, training adds "
-        "a row to the embedding and one to the output head. A new row starts as the mean of the "
-        "old rows",
+        help="add special tokens to the tokenizer, such as '<|tool|>'. For each token, "
+        "training adds one row to the embedding and one row to the output head. The new rows "
+        "start as the mean of the old rows",
     )
 
 
@@ -90,8 +98,8 @@ def add_val_fraction_flag(more: AddFlag) -> None:
         "--val-fraction",
         type=fraction,
         metavar="SHARE",
-        help="fraction for validation (default: 0.1; with over 1,000 rows, about 100 "
-        "of them, at least 0.0005)",
+        help="fraction of rows for validation (default: for classify 0.1; for other tasks "
+        "about 100 rows, at least 0.0005 and at most 0.1)",
     )
 
 
@@ -101,9 +109,11 @@ def add_dedup_flag(more: AddFlag) -> None:
         "--dedup",
         choices=get_args(Dedup),
         metavar="HOW",
-        help="remove repeated rows. exact: rows whose trained text equals an earlier row's; near: "
-        "also rows that are about 80 %% equal to an earlier row, with words in the same order; "
-        "none: no rows (default: only training rows that are also validation rows; for text, none)",
+        help="remove repeated rows. `exact` removes rows with the same trained text as an "
+        "earlier row. `near` also removes rows that are about 80 %% equal to an earlier row "
+        "and have the same order of words. `none` removes no rows. Default: for the task text, "
+        "remove no rows; for other tasks, remove only training rows that are also validation "
+        "rows",
     )
 
 

@@ -62,21 +62,22 @@ def parser() -> CommandParser:
         required=True,
         type=Path,
         metavar="DIR",
-        help="folder prepared with the model's tokenizer",
+        help="data folder that was prepared with the model's tokenizer",
     )
     made.add_argument(
         "--sequence-length",
         type=_positive,
         metavar="TOKENS",
-        help="block length; classifiers truncate texts to this length (default: "
-        "data.sequence_length of the model's run; without a run "
-        f"{_SEQUENCE_LENGTH}, or the model's context if that is shorter)",
+        help="block length; a classifier truncates texts to this length. Default: for data "
+        "with packed conversations, their block length; for other data, data.sequence_length "
+        f"of the model's run. Without a run: {_SEQUENCE_LENGTH}, or the model's context if that "
+        "is shorter",
     )
     made.add_argument(
         "--max-tokens",
         type=_positive,
         metavar="TOKENS",
-        help="evaluate at most this many tokens, in whole blocks (default: all)",
+        help="evaluate at most this many tokens, in whole blocks (default: all tokens)",
     )
     made.add_argument(
         "--dtype",

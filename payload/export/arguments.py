@@ -39,14 +39,14 @@ def parser() -> CommandParser:
         "--dtype",
         default="bf16",
         choices=DTYPES,
-        help="dtype of the matrices; q8_0: 8 bits with a scale for each 32 values, GGUF only "
-        "(default: %(default)s)",
+        help="dtype of the matrices. `q8_0` stores 8 bits per value and a scale for each 32 "
+        "values; only GGUF has this dtype (default: %(default)s)",
     )
     made.add_argument(
         "--out",
         type=Path,
         metavar="PATH",
-        help="output file or folder, or an existing folder to write into (default: the "
-        "checkpoint's name in the current folder)",
+        help="output file or folder. If PATH is an existing folder, the output is written into "
+        "it and named after the checkpoint (default: the current folder)",
     )
     return made

@@ -350,9 +350,9 @@ def parser() -> CommandParser:
         action="extend",
         required=True,
         metavar="FILE[:WEIGHT]",
-        help="training data: files or folders (JSON, CSV, parquet, text, ...), or a dataset on the "
-        "hub. Files named train, valid and test are the splits. With a.jsonl:3, an epoch has each "
-        "row of a.jsonl three times",
+        help="training data: files or folders (JSON, CSV, parquet, text, ...), or a dataset on "
+        "the hub. Files named train, valid and test are the splits. With a.jsonl:3, an epoch "
+        "has each row of a.jsonl three times",
     )
     add(
         "--task",
@@ -365,7 +365,7 @@ def parser() -> CommandParser:
         "--sequence-length",
         type=_positive,
         metavar="TOKENS",
-        help="block length, as --set data.sequence_length=TOKENS (default: chosen from the data)",
+        help="block length; sets data.sequence_length of the run (default: chosen from the data)",
     )
     add_reading_flags(more)
     add_hub_flags(more)
@@ -384,7 +384,7 @@ def parser() -> CommandParser:
         "--steps",
         type=_positive,
         metavar="COUNT",
-        help="training steps (default: 1 to 3 epochs; labelled texts: 2 or 3 epochs)",
+        help="steps (default: 1 to 3 epochs; for classify 2 or 3)",
     )
     add(
         "--set",
@@ -394,23 +394,28 @@ def parser() -> CommandParser:
         metavar="SECTION.KEY=VALUE",
         help="override one setting; can be repeated",
     )
-    add("--inventory", metavar="stack[:NAME]|local|FILE", help="the cluster, as for run")
+    add(
+        "--inventory",
+        metavar="stack[:NAME]|local|FILE",
+        help="a Pulumi stack, this machine (local), or an inventory FILE (default: selected "
+        "stack if up, otherwise local)",
+    )
     add("--runs-dir", metavar="DIR", help=f"folder of all runs (default: {DEFAULT_RUNS_DIR})")
     add(
         "--detach",
         action="store_true",
-        help="return when the run has started; it outlives this terminal",
+        help="return when the run has started; the run continues",
     )
     more(
         "--no-samples",
         action="store_true",
-        help="do not generate the report's answers to two validation prompts, before and after "
-        "the run",
+        help="do not generate answers to two validation prompts for the report, before and "
+        "after the run",
     )
     add(
         "--yes",
         action="store_true",
-        help="start without confirmation, even a run of over a day",
+        help="start a run of over a day without confirmation",
     )
     add("--force", action="store_true", help="replace the data and run.toml of an earlier command")
     alone = made.add_mutually_exclusive_group().add_argument
@@ -420,7 +425,7 @@ def parser() -> CommandParser:
     alone(
         "--prepare-only",
         action="store_true",
-        help="prepare data and run.toml, without starting the run",
+        help="prepare data and run.toml, but do not start the run",
     )
     return made
 

@@ -30,7 +30,7 @@ def parser() -> CommandParser:
         help=MODEL_HELP,
     )
     action = made.add_advanced_group("advanced options").add_argument(
-        "--model", dest="checkpoint", metavar="MODEL", help="the same as MODEL"
+        "--model", dest="checkpoint", metavar="MODEL", help="same as the argument MODEL"
     )
     made.add_older_spelling(OLDER_SPELLING, action)
     _add_prompts(made)
@@ -50,17 +50,17 @@ def _add_prompts(made: CommandParser) -> None:
         metavar="TEXT",
         help=f"text to continue (default: '{DEFAULT_PROMPT}')",
     )
-    prompt.add_argument("--prompt-file", metavar="FILE", help="file with one prompt; - = stdin")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="file with one prompt; - means stdin")
     prompt.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="file with a prompt a line; in .jsonl, objects with the key prompt (--chat: or "
-        "messages); - = stdin",
+        help="one prompt per line, or .jsonl objects with the key `prompt` (with --chat also "
+        "`messages`); - means stdin",
     )
     prompt.add_argument(
         "--input",
         metavar="FILE",
-        help="with --classify: file with one text a line; - = stdin",
+        help="file of texts to classify, one per line; - means stdin",
     )
     made.add_argument(
         "--classify",
@@ -71,8 +71,8 @@ def _add_prompts(made: CommandParser) -> None:
     chat(
         "--chat",
         action="store_true",
-        help="chat in the terminal, or answer each line of stdin; with prompts, answer each one "
-        "in a separate conversation. Ctrl-C ends an answer, Ctrl-D the chat",
+        help="chat in the terminal, or answer each line of stdin. Each given prompt gets its "
+        "own conversation. Ctrl-C ends an answer, Ctrl-D ends the chat",
     )
     chat("--system", metavar="TEXT", help="system message of the chat")
     chat(
@@ -86,7 +86,7 @@ def _add_prompts(made: CommandParser) -> None:
         type=template_variable,
         default=[],
         metavar="NAME=VALUE",
-        help="variable of the chat template, such as enable_thinking=false; can be repeated",
+        help="set a variable of the chat template, such as enable_thinking=false; can be repeated",
     )
 
 
@@ -97,58 +97,58 @@ def _add_sampling(made: CommandParser) -> None:
         "--max-new-tokens",
         type=_positive,
         metavar="TOKENS",
-        help=f"limit on the new tokens of a continuation (default: {_MAX_NEW_TOKENS}) or an "
-        f"answer (default: {_ANSWER_TOKENS})",
+        help=f"limit on new tokens (default: {_MAX_NEW_TOKENS}; with --chat: {_ANSWER_TOKENS})",
     )
     common(
         "--temperature",
         type=_temperature,
         metavar="T",
-        help=f"0 = greedy decoding (default: {_TEMPERATURE}; with --chat: the value in the "
-        "model's generation_config.json, or 0)",
+        help=f"0 means greedy decoding (default: {_TEMPERATURE}; with --chat: the value in "
+        "generation_config.json, otherwise 0)",
     )
     common(
         "--top-k",
         type=_count,
         metavar="K",
-        help=f"sample from the K likeliest tokens; 0 = all (default: {_TOP_K}; with --chat: the "
-        f"model's, or {_ANSWER_TOP_K})",
+        help=f"sample from the K likeliest tokens; 0 means all (default: {_TOP_K}; with --chat: "
+        f"the value in generation_config.json, otherwise {_ANSWER_TOP_K})",
     )
     add(
         "--top-p",
         type=_share,
         metavar="P",
         help="sample from the likeliest tokens whose probabilities sum to P (default: 1; with "
-        "--chat: the model's, or 1)",
+        "--chat: the value in the model's generation_config.json, otherwise 1)",
     )
     add(
         "--repetition-penalty",
         type=_penalty,
         metavar="P",
-        help="above 1: repeated tokens become less likely (default: 1; with --chat: the model's, "
-        "or 1)",
+        help="a value above 1 makes repeated tokens less likely (default: 1; with --chat: the "
+        "value in the model's generation_config.json, otherwise 1)",
     )
     common(
         "--num-samples",
         type=_positive,
         metavar="COUNT",
-        help=f"continuations of each prompt (default: {_NUM_SAMPLES})",
+        help=f"outputs for each prompt (default: {_NUM_SAMPLES}; with --chat: 1)",
     )
     add(
         "--seed",
         type=_seed,
         default=_SEED,
         metavar="INT",
-        help="random seed; sample i, from 0, uses SEED + i (default: %(default)s)",
+        help="random seed of the first sample; each further sample uses the next integer "
+        "(default: %(default)s)",
     )
     add(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
-        help="end the text before the first TEXT; can be repeated. The end tokens in the model's "
-        "generation_config.json always end the text; with --chat, the template's end-of-turn token "
-        "does too",
+        help="end the text before the first TEXT; can be repeated. The end tokens in the "
+        "model's generation_config.json always end the text. With --chat, the template's "
+        "end-of-turn token also ends the text",
     )
 
 

@@ -62,7 +62,7 @@ def compare_parser() -> CommandParser:
         example=f"{program_name()} compare first second",
     )
     made.add_argument("--compare", action="store_true", help=argparse.SUPPRESS)
-    made.add_argument("runs", nargs="*", metavar="RUN", help="a run's id, `latest`, or its folder")
+    made.add_argument("runs", nargs="*", metavar="RUN", help="id or folder of a run, or `latest`")
     _add_runs_dir(made)
     made.set_defaults(track=False, started_here=False)
     return made
@@ -90,14 +90,14 @@ def parser() -> CommandParser:
         "runs",
         nargs="*",
         metavar="RUN",
-        help="a run's id, `latest`, or its folder (default: latest)",
+        help="id or folder of a run, or `latest` (default: latest)",
     )
     made.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="output file (default: report.html in the run's folder; several runs: in the current "
-        "folder)",
+        help="output file (default: report.html in the run's folder; for several runs, "
+        "report.html in the current folder)",
     )
     made.add_argument("--open", action="store_true", help="show the page in the browser")
     made.add_argument(
@@ -108,14 +108,15 @@ def parser() -> CommandParser:
     made.add_argument(
         "--track",
         action="store_true",
-        help="send the run to the trackers in its track.to again, and write no page",
+        help="send the run again to the trackers in its setting track.to, and write no page",
     )
     made.add_argument(
         "--to",
         action="append",
         default=[],
         choices=SENDING_TRACKERS,
-        help="with --track: send the run to this tracker, also if no command here named it before",
+        help="with --track: send the run to this tracker, even if the tracker is not enabled "
+        "for the run on this machine",
     )
     made.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--started-here", action="store_true", help=argparse.SUPPRESS)

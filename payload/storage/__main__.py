@@ -152,9 +152,13 @@ def parser() -> CommandParser:
                 "--new", metavar="RUN", help="fail if the store already has a run with this id"
             )
         if verb == "serve":
-            below = "refuse symlinks among the last N components of the address (default: 0)"
+            below = "refuse symlinks in the last N components of the address (default: 0)"
             at.add_argument("--below", type=int, default=0, metavar="N", help=below)
-        at.add_argument("address", metavar="ADDRESS", help="gs://BUCKET/PREFIX or a folder")
+        at.add_argument(
+            "address",
+            metavar="ADDRESS",
+            help="address of the store or of a run: gs://BUCKET/PREFIX or a folder",
+        )
     for verb, act, summary in (
         ("upload", _upload, "upload a run's results to its store until stdin ends"),
         ("restore", _restore, "fetch the newest checkpoint from the store if it is newer"),
@@ -168,11 +172,12 @@ def parser() -> CommandParser:
             action="append",
             default=[],
             metavar="SECTION.KEY=VALUE",
-            help="override one setting, such as storage.results if another machine wrote the run",
+            help="override one setting; for example, set storage.results if another machine "
+            "wrote the run",
         )
         of.add_argument("--started-here", action="store_true", help=argparse.SUPPRESS)
         if verb == "upload":
-            new = "the run is new: fail if the store already contains it"
+            new = "treat the run as new: fail if the store already contains this run"
             of.add_argument("--new", action="store_true", help=new)
     return made
 

@@ -277,8 +277,8 @@ def parser() -> CommandParser:
         "--run-dir",
         type=Path,
         metavar="DIR",
-        help="run folder; without --config, its run.toml is the config (default: "
-        "runs/<name>-<time>-<random>)",
+        help="run folder (default: runs/<name>-<time>-<random>). Without --config, the "
+        "run.toml in this folder is the config",
     )
     made.add_argument(
         "--set",

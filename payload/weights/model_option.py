@@ -5,7 +5,8 @@ from __future__ import annotations
 from payload.core.command_line import CommandParser
 
 MODEL_HELP = (
-    "run id or folder, latest, RUN/checkpoints/best, Hugging Face folder or name, or GGUF file"
+    "a run (id, folder or `latest`), RUN/checkpoints/best, a Hugging Face folder or name, or a "
+    "GGUF file"
 )
 OLDER_SPELLING = "--checkpoint"
 

@@ -9,6 +9,28 @@ from collections.abc import Iterable
 from payload.cli.commands import COMMANDS, Command
 from tests.cli.parsers import all_parsers
 
+_LITERAL = re.compile(
+    r"""(?<![\w`/'-])(?:
+    --[a-z][a-z-]*(?:\ (?:hf|local)\b)?  # an option, and a value
+    | [A-Z]{2,}(?:_[A-Z]+)+  # a variable of the environment
+    | (?<=default:\ )(?!prompt|\d)[\w./-]+(?=[);])
+    | (?<=machine\ \()local(?=\))
+    | (?<=wise\ )local(?=\))
+    | gs://[\w/]+
+    | '[*<][^']*'
+    | \w+/[\w.-]+@main
+    | trl:NAME
+    | RUN/[\w/]+
+    | runs/<\S+>
+    | \.?\w[\w/-]*\.(?:bin|json|jsonl|toml|html|md)(?::\d)?\b
+    | \.(?:trash|jsonl|cluster/\w+/\w+)\b
+    | (?:batch|data|precision|slurm|storage|track|train)\.[a-z_]+[a-z]
+    | \w+(?:,\w+)*=(?:\w[\w-]*(?:,\w+=\w+)*)?
+    )""",
+    re.VERBOSE,
+)
+"""Literals in a help text."""
+
 
 def commands() -> str:
     """Return the table of all commands."""
@@ -32,7 +54,7 @@ def _purpose(row: Command) -> str:
     """Return the first sentence of the command's description."""
     if row.arguments and row.arguments[0].startswith("-"):
         return f"{row.summary.capitalize()}."  # the description is that of the whole program
-    text = _cell(all_parsers()[_parser_name(row.name)].description or "")
+    text = _cell(_marked(all_parsers()[_parser_name(row.name)].description or ""))
     return re.split(r"(?<=\.)\s", text)[0]
 
 
@@ -45,7 +67,7 @@ def _sections(names: Iterable[str]) -> str:
         for each in verbs or [parser]:
             label = f"{name} {each.rpartition(' ')[2]}" if verbs else name
             # `data prepare` is also the command `prepare`.
-            if label.partition(" ")[2] not in [row.name for row in COMMANDS]:
+            if tuple(label.split()) not in [(row.package, row.name) for row in COMMANDS]:
                 shared.setdefault(each, []).append(label)
     return "\n\n".join(_section(parser, labels) for parser, labels in shared.items())
 
@@ -55,8 +77,8 @@ def _section(parser: str, labels: list[str]) -> str:
     made = all_parsers()[parser]
     expand = made._get_formatter()._expand_help
     actions = [each for each in made._actions if _is_shown(each)]
-    rows = [f"| {_names(each)} | {_cell(expand(each))} |" for each in actions]
-    head = ["| Option | |", "|---|---|"] if rows else ["No options."]
+    rows = [f"| {_names(each)} | {_cell(_meaning(each, expand(each)))} |" for each in actions]
+    head = ["| Option | Meaning |", "|---|---|"] if rows else ["No options."]
     return "\n".join([f"## {title}", "", *head, *rows])
 
 
@@ -72,6 +94,24 @@ def _names(action: argparse.Action) -> str:
     value = "" if action.nargs == 0 else value
     shown = ", ".join(action.option_strings)
     return f"`{_cell(f'{shown} {value}'.strip())}`"
+
+
+def _meaning(action: argparse.Action, text: str) -> str:
+    """Return the help of an option; the values that it explains are in code marks."""
+    for value in action.choices or ():
+        text = re.sub(rf"(?<![\w`(]){re.escape(str(value))}:(?= )", f"`{value}`:", text)
+    return _marked(text)
+
+
+def _marked(text: str) -> str:
+    """Return the text with options, files, addresses and settings in code marks.
+
+    A terminal shows the same help without these marks, because they would need space.
+    """
+    parts = text.split("`")
+    return "`".join(
+        part if number % 2 else _LITERAL.sub(r"`\g<0>`", part) for number, part in enumerate(parts)
+    )
 
 
 def _cell(text: str) -> str:

@@ -24,23 +24,23 @@ CLUSTER_SECTIONS = frozenset(
 """Sections of run.toml that do not change what is learned; the others are of training."""
 
 MEANINGS = {
-    ExitCode.OK: "done",
+    ExitCode.OK: "the command succeeded",
     ExitCode.USAGE: "the command line is invalid",
     ExitCode.CONFIG: "a setting, the data or a checkpoint is invalid; nothing was started",
-    ExitCode.QUOTA: "cloud quota is too small",
-    ExitCode.NO_CAPACITY: "the zone has no free machine of this type",
+    ExitCode.QUOTA: "a quota of the cloud project is too small",
+    ExitCode.NO_CAPACITY: "the zone has no free machine of the requested type",
     ExitCode.AUTH: "credentials are missing, or the cloud or Pulumi's backend rejects them",
     ExitCode.SSH_UNREACHABLE: "a node does not answer on SSH",
     ExitCode.SSH_AUTH: "a node rejects the key",
     ExitCode.HOST_KEY: "a node's host key is not the expected one",
     ExitCode.BOOTSTRAP: "an environment or a node could not be set up",
-    ExitCode.PREFLIGHT: "a machine is unsuitable for the run (launcher, port, memory, network, "
-    "shared folder), or a store of results or the cloud's API does not answer",
+    ExitCode.PREFLIGHT: "a machine is unsuitable for the run (launcher, port, memory, network or "
+    "shared folder), the store of results does not answer, or the cloud's API does not answer",
     ExitCode.TRAINING: "training failed, or the ranks' weights differ",
     ExitCode.RANK_LOST: "a rank was lost, or its node cannot be reached",
-    ExitCode.HANG: "no rank made progress within the limit: a rank hangs, its node is frozen, or a "
-    "shared folder does not answer",
-    ExitCode.BUDGET: "the run's cost or time limit was reached; it saved a checkpoint and stopped",
+    ExitCode.HANG: "no rank made progress within the time limit, because a rank hangs, a node is "
+    "frozen, or a shared folder does not answer",
+    ExitCode.BUDGET: "the run reached its cost limit or time limit, saved a checkpoint and stopped",
     ExitCode.TEARDOWN: "resources remain in the cloud, or their removal could not be verified",
 }
 
@@ -72,7 +72,12 @@ def _section(section: SectionReference) -> str:
         f"{_cell(each.meaning)} |"
         for each in section.settings
     ]
-    head = [f"## `[{section.name}]`", "", "| Key | Default | Values | |", "|---|---|---|---|"]
+    head = [
+        f"## `[{section.name}]`",
+        "",
+        "| Key | Default | Values | Meaning |",
+        "|---|---|---|---|",
+    ]
     return "\n".join([*head, *rows])
 
 
@@ -149,7 +154,7 @@ def cluster_settings() -> str:
         f"| `{key}` | `{json.dumps(entry['default'])}` | {' '.join(entry['description'].split())} |"
         for key, entry in declared["config"].items()
     ]
-    return "\n".join(["| Key | Default | |", "|---|---|---|", *rows])
+    return "\n".join(["| Key | Default | Meaning |", "|---|---|---|", *rows])
 
 
 def _price(price: float | None) -> str:

@@ -48,52 +48,55 @@ class ChatTask(Task):
             "--packing",
             choices=PACKINGS,
             metavar="HOW",
-            help="best-fit: pack whole conversations into blocks; none: one conversation a block, "
-            f"with padding (default: {PACKINGS[0]})",
+            help="`best-fit` packs whole conversations into blocks. `none` puts each "
+            "conversation into its own block and fills the block with padding (default: "
+            f"{PACKINGS[0]})",
         )
         add(
             "--chat-template",
             type=Path,
             metavar="FILE",
-            help="Jinja file to use instead of the tokenizer's template, or trl:NAME for a "
-            "template of the package trl",
+            help="Jinja file to use instead of the tokenizer's template. trl:NAME uses the "
+            "template NAME of the package trl",
         )
         add(
             "--template-var",
             type=template_variable,
             action="append",
             metavar="NAME=VALUE",
-            help="set a variable of the template, as in enable_thinking=false. The value is JSON, "
-            "or text if it is not valid JSON; can be repeated",
+            help="set a variable of the template, such as enable_thinking=false; can be "
+            "repeated. VALUE is parsed as JSON. If VALUE is not valid JSON, it is used as text",
         )
         add(
             "--thoughts",
             choices=THOUGHTS,
             metavar="HOW",
-            help="the assistant's thoughts (reasoning) in the rows. keep: train them; drop: remove "
-            "them; empty, refuse: like keep, but if the prompt ends with an open <think> (or the "
-            "like) and the row has no thought, empty trains </think> and the answer, and refuse "
-            f"rejects the row (default: {THOUGHTS[0]})",
+            help="how to treat the assistant's thoughts (reasoning) in the rows. `keep` trains "
+            "the thoughts. `drop` removes the thoughts. `empty` and `refuse` work like `keep`, "
+            "except for a row that lacks a thought although the prompt ends with an open tag "
+            "such as `<think>`. For such a row, `empty` trains the closing tag and the answer, "
+            f"and `refuse` rejects the row (default: {THOUGHTS[0]})",
         )
         add(
             "--train-on",
             choices=TRAIN_ON,
             metavar="TURNS",
-            help="all: train every turn of the assistant; last: only the last one "
-            f"(default: {TRAIN_ON[0]})",
+            help="`all` trains every turn of the assistant. `last` trains only the assistant's "
+            f"last turn (default: {TRAIN_ON[0]})",
         )
         add(
             "--on-long",
             choices=ON_LONG,
             metavar="HOW",
-            help="truncate, drop or refuse a conversation that is longer than a block, or split it "
-            f"into several blocks (default: {ON_LONG[0]})",
+            help="how to treat a conversation that is longer than a block: `truncate` or "
+            "`drop` the conversation, `refuse` it with an error, or `split` it into several "
+            f"blocks (default: {ON_LONG[0]})",
         )
         add(
             "--group-column",
             metavar="NAME",
-            help="keep conversations with equal values of this column in one split, training or "
-            "validation (default: split each conversation separately)",
+            help="keep all conversations with the same value in this column in one split, "
+            "either training or validation (default: split each conversation separately)",
         )
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:

@@ -27,15 +27,16 @@ class ClassifyTask(Task):
         add(
             "--label-column",
             metavar="NAME",
-            help=f"key or column with the label, a name or a number (default: "
-            f"{DEFAULT_LABEL_COLUMN}, or another known name, ignoring case)",
+            help="key or column with the label. The label is a name or a number (default: "
+            f"{DEFAULT_LABEL_COLUMN}, or another known name in upper or lower case)",
         )
         add(
             "--label-map",
             nargs="+",
             metavar="VALUES=LABEL",
-            help="labels for values of the label column, as in '1,2=negative 4,5=positive 3=', "
-            "which skips rows with the value 3; a value that is not listed is an error",
+            help="labels for the values in the label column, as in 1,2=negative 4,5=positive. "
+            "An empty label, as in 3=, skips the rows with this value. A value that is not "
+            "listed is an error",
         )
 
     def estimate(self, args: argparse.Namespace) -> tuple[str, Estimate]:

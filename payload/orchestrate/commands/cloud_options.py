@@ -20,9 +20,12 @@ def _stack() -> str | None:
     return name
 
 
-def _project() -> str | None:
+def _project(*, of_stack: bool) -> str | None:
+    """Return the option for the project; `of_stack` is True if the command reads a stack."""
+    stack = "the stack's project, otherwise " if of_stack else ""
     project: str | None = option(
-        "Google Cloud project (default: the cluster's project, or GOOGLE_CLOUD_PROJECT)",
+        f"Google Cloud project (default: {stack}GOOGLE_CLOUD_PROJECT, otherwise the project that "
+        "is recorded in this folder)",
         metavar="ID",
     )
     return project
@@ -30,8 +33,8 @@ def _project() -> str | None:
 
 def _delete_filestore() -> list[str]:
     names: list[str] = option(
-        "delete this Filestore instance with its data, without a prompt for its name; --yes alone "
-        "does not delete it; can be repeated",
+        "delete this Filestore instance and its data without prompting for its name; can be "
+        "repeated. --yes alone does not delete an instance",
         metavar="NAME",
         group=_RESULTS,
     )
@@ -48,7 +51,7 @@ class DoctorOptions:
     """Options of `doctor`, in addition to the stack's settings."""
 
     stack: str | None = _stack()
-    project: str | None = _project()
+    project: str | None = _project(of_stack=True)
     machine_type: str | None = option("machine type of every node", metavar="TYPE", group=_CLUSTER)
     node_count: int | None = option("number of nodes", metavar="COUNT", group=_CLUSTER)
     region: str | None = option("region of the cluster", metavar="REGION", group=_CLUSTER)
@@ -68,28 +71,30 @@ class UpOptions:
     stack: str | None = _stack()
     runs_dir: Path = runs_dir_option()
     next_zone: bool = option(
-        "if a zone has no capacity, try the config's other zones, and update the config"
+        "if a zone has no capacity, try the other zones in the config, and write the new zone "
+        "into the config"
     )
     keep_on_failure: bool = option(
-        "after a failure keep the resources that were built; they are billed"
+        "if the build fails, keep the resources that were built; they are billed"
     )
     without_collect: bool = option(
         "replace machines even if their results are not collected", group=_RESULTS
     )
     take_over: str | None = option(
-        "first remove the other cluster that has the same name and this identity (`none`: no "
-        "identity); prompts for the cluster's name",
+        "first remove the other cluster of the same name, after a prompt for the cluster's "
+        "name. ID is the identity of that cluster, or `none` if it has no identity",
         metavar="ID",
         advanced=True,
     )
     delete_filestore: list[str] = _delete_filestore()
     stopped: StoppedChoice | None = option(
-        "start stopped machines, replace them and their disks, or leave them (default: prompt; "
-        "with --yes: start the machines that Google stopped)",
+        "start stopped machines, replace them and their disks, or leave them stopped (default: "
+        "prompt; with --yes: start the machines that Google stopped)",
         default=None,
     )
     results_may_be_lost: bool = option(
-        "build spot machines even without a bucket; a preempted machine's checkpoints are lost",
+        "build spot machines even if there is no bucket for results; if a machine is "
+        "preempted, its checkpoints are lost",
         group=_RESULTS,
     )
     dry_run: bool = option("show the preview only")
@@ -100,17 +105,20 @@ class UpOptions:
 class SweepOptions:
     """Options of `sweep`."""
 
-    cluster: str | None = option("cluster name (default: every expired cluster)", metavar="NAME")
-    project: str | None = _project()
+    cluster: str | None = option(
+        "name of the cluster (default: all clusters whose lifetime has ended)", metavar="NAME"
+    )
+    project: str | None = _project(of_stack=False)
     identity: str | None = option(
-        "choose the cluster with this identity (`none`: no identity), even if another folder "
-        "built it; prompts for the cluster's name",
+        "choose the cluster with this identity, even if another folder built it. ID is `none` "
+        "for resources without an identity. With --delete, the command prompts for the "
+        "cluster's name",
         metavar="ID",
         advanced=True,
     )
-    keep_buckets: bool = option("do not count buckets as leftovers", group=_RESULTS)
+    keep_buckets: bool = option("do not count buckets as leftover resources", group=_RESULTS)
     delete: bool = option(
-        "delete the leftovers of this folder's cluster, except buckets, after confirmation"
+        "after confirmation, delete the leftover resources of this folder's cluster, except buckets"
     )
     delete_filestore: list[str] = _delete_filestore()
     json: bool = option("print the resources as JSON")
@@ -122,13 +130,13 @@ class DownOptions:
     """Options of `down`."""
 
     stack: str | None = _stack()
-    cluster: str | None = option("cluster name, for a stack without outputs", metavar="NAME")
-    project: str | None = _project()
+    cluster: str | None = option("name of the cluster, if the stack has no outputs", metavar="NAME")
+    project: str | None = _project(of_stack=True)
     runs_dir: Path = runs_dir_option()
     without_collect: bool = option("also destroy results that are not collected", group=_RESULTS)
     delete_bucket: str | None = option(
-        "also delete this results bucket with its contents; prompts for the bucket's name, "
-        "even with --yes",
+        "also delete this results bucket and its contents. Even with --yes, the command "
+        "prompts for the bucket's name",
         metavar="NAME",
         group=_RESULTS,
     )
@@ -141,13 +149,15 @@ class DownOptions:
 class RehearseOptions:
     """Options of `rehearse`."""
 
-    budget_usd: float = option("largest cost (default: %(default)g)", default=1.0, metavar="USD")
-    project: str | None = _project()
+    budget_usd: float = option("maximum cost (default: %(default)g)", default=1.0, metavar="USD")
+    project: str | None = _project(of_stack=False)
     config: Path = option(
-        "config of the run (default: the quickstart)", default=QUICKSTART, metavar="FILE"
+        "config of the run (default: the shipped quickstart.toml)",
+        default=QUICKSTART,
+        metavar="FILE",
     )
     settings: list[str] = option(
-        "one of the cluster's settings, such as region=europe-west4; can be repeated",
+        "override one setting of the cluster, such as region=europe-west4; can be repeated",
         "--set",
         metavar="KEY=VALUE",
     )

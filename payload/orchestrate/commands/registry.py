@@ -125,10 +125,10 @@ COMMANDS: Mapping[str, OrchestrateCommand] = {
     ),
     "remove": OrchestrateCommand(
         summary="delete old runs with their checkpoints",
-        description="Move runs with all their checkpoints to .trash in the folder of all runs. The "
-        "first `remove` after a day deletes them; only then is their space freed. Active runs "
-        "are never removed. Cluster runs that are not collected, and runs with weights that "
-        "another run's adapter needs, are removed only with --force.",
+        description="Move runs and their checkpoints to the folder .trash in the folder of all "
+        "runs. The first `remove` after a day deletes them; only then is their space freed. "
+        "Active runs are never removed. Cluster runs that are not collected, and runs with "
+        "weights that another run's adapter needs, are removed only with --force.",
         example="--keep 3 --dry-run",
         options=runs.RemoveOptions,
         program="remove:remove",
@@ -136,10 +136,11 @@ COMMANDS: Mapping[str, OrchestrateCommand] = {
     "doctor": OrchestrateCommand(
         summary="check a project's access, quotas and price",
         description="Check whether the Google Cloud project can hold the cluster: credentials, "
-        "enabled APIs, quotas, machine, GPU and disk types in the zones, organization policies. "
-        "Prints a table, and a fix for each failed check. The options override the stack's config. "
-        "Exit codes: 11 quota too small; 13 permission missing or API disabled; 10 type not "
-        "offered, or only as spot; 31 firewall rule changed, or machine stopped.",
+        "enabled APIs, quotas, organization policies, and the types of machines, GPUs and "
+        "disks in the zones. Prints a table, and a fix for each failed check. The options "
+        "override the stack's config. Exit codes: 11 quota too small; 13 permission missing or "
+        "API disabled; 10 type not offered, or only as spot; 31 firewall rule changed, or "
+        "machine stopped.",
         example="--stack dev",
         options=cloud.DoctorOptions,
         program="doctor:doctor",

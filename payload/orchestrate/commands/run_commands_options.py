@@ -69,8 +69,8 @@ def runs_dir_option() -> Path:
 def inventory_option() -> str | None:
     """Return the option for the cluster."""
     source: str | None = option(
-        "cluster (default: the selected Pulumi stack if it is up, otherwise this machine); slurm: "
-        "the nodes of the current Slurm job",
+        "a Pulumi stack, this machine (local), the nodes of the current Slurm job, or an "
+        "inventory FILE (default: the selected stack if it is up, otherwise local)",
         metavar="stack[:NAME]|local|slurm|FILE",
         group=_MACHINES,
     )
@@ -134,7 +134,7 @@ class NewRunOptions(ConfigOptions):
     """Options of `plan` and `run`."""
 
     run_id: str | None = option(
-        "id of the new run (default: name, time and four digits)", metavar="ID"
+        "id of the new run (default: the run's name, the time and four digits)", metavar="ID"
     )
     runs_dir: Path = runs_dir_option()
     samples: bool = option(SUPPRESS)  # payload.finetune sets this for small models
@@ -152,17 +152,21 @@ class PlanOptions(NewRunOptions):
     full."""
     json: bool = option("print the plan as JSON")
     strategies: bool = option(
-        "only compare the parallel strategies by memory and predicted step time"
+        "print only a comparison of the parallel strategies by memory and predicted step time"
     )
     export: str | None = option(
-        "write a job file for this engine (docs/guides/exports.md)", choices=_engines, group=_EXPORT
+        "write a job file for this engine (see docs/guides/exports.md)",
+        choices=_engines,
+        group=_EXPORT,
     )
-    out: Path | None = option("job file (default: stdout)", metavar="FILE", group=_EXPORT)
+    out: Path | None = option(
+        "path of the job file (default: stdout)", metavar="FILE", group=_EXPORT
+    )
     image: str | None = option(
         "container image that contains Tileforge", metavar="NAME", group=_EXPORT
     )
     nodes: int | None = option(
-        "plan for N nodes like the first of the inventory", metavar="N", group=_MACHINES
+        "plan for N copies of the inventory's first node", metavar="N", group=_MACHINES
     )
     machine_type: str | None = option(
         "plan for Google Cloud machines of this type",
@@ -170,12 +174,12 @@ class PlanOptions(NewRunOptions):
         group=_MACHINES,
     )
     site: str | None = option(
-        "slurm: assume slurm.nodes nodes like this machine",
+        "plan a Slurm job: slurm.nodes nodes like this machine",
         choices=_sites,
         group=_MACHINES,
     )
     storage: str | None = option(
-        "volume, bucket or folder for data and runs",
+        "volume, bucket or folder for data and runs of the job",
         metavar="NAME",
         group=_EXPORT,
     )
@@ -188,7 +192,7 @@ class PreflightOptions(ConfigOptions):
     ssh_key: Path | None = ssh_key_option()
     quick: bool = option("skip mpirun and all measurements")
     wait: float = option(
-        "retry for this long while machines boot (default: check once)",
+        "retry for this long while machines boot (default: check only once)",
         default=0.0,
         metavar="MINUTES",
     )
@@ -200,21 +204,21 @@ class RunOptions(NewRunOptions):
     """Options of `run`."""
 
     site: str | None = option(
-        "where the run starts, instead of the inventory's machines; slurm: submit a job from a "
-        "login node",
+        "submit the run as a Slurm job from a login node, instead of starting it on the "
+        "inventory's machines",
         choices=_sites,
         group=_MACHINES,
     )
     ssh_key: Path | None = ssh_key_option()
     resume: str | None = option(
-        "continue a stopped or failed run: its id, or its address in a store, "
+        "continue a stopped or failed run. RUN is its id, or its address in a store such as "
         "gs://BUCKET/PREFIX/RUN",
         metavar="RUN",
     )
-    quick: bool = option("skip the test of mpirun and the network on new nodes", advanced=True)
+    quick: bool = option("do not test mpirun and the network on new nodes", advanced=True)
     detach: bool = option("return when the run has started; the run outlives this terminal")
     grace: float = option(
-        "time to save a checkpoint after a stop request (default: %(default)g)",
+        "maximum time to save a checkpoint after a stop request (default: %(default)g)",
         default=DEFAULT_GRACE_S,
         metavar="SECONDS",
         advanced=True,
@@ -223,10 +227,10 @@ class RunOptions(NewRunOptions):
     open: bool = option("show the report in the browser at the end")
     next: bool = option(SUPPRESS)  # payload.finetune sets this
     """If set, a finished run prints the commands that use its model."""
-    yes: bool = option("start without confirmation, even a run of over a day")
+    yes: bool = option("start a run of over a day without confirmation")
     profile: int | None = option(
-        "trace this step on rank 0 (or on the rank in train.profile_rank), and print its "
-        "operators, slowest first",
+        "trace this training step and print its operators, slowest first. The traced rank is "
+        "train.profile_rank, by default rank 0",
         metavar="STEP",
         advanced=True,
     )
@@ -276,8 +280,8 @@ class StopOptions(ClusterRunChoice):
 
     force: bool = option("kill the ranks immediately, without a checkpoint")
     grace: float | None = option(
-        "time to save a checkpoint before the ranks are killed; a save in progress gets more time "
-        "(default: the --grace of run)",
+        "time to save a checkpoint before the ranks are killed (default: the --grace value of "
+        "the command that started the run). A save in progress gets more time",
         metavar="SECONDS",
     )
 
@@ -288,16 +292,17 @@ class RemoveOptions:
 
     runs: Sequence[str] = option("ids of the runs to remove", metavar="RUN", positional=True)
     keep: int | None = option(
-        "remove all inactive runs except the newest N finished ones", metavar="N"
+        "keep the newest N finished runs, and remove all other inactive runs", metavar="N"
     )
     dry_run: bool = option("print the runs that would be removed, with their sizes")
     yes: bool = option("do not prompt for confirmation")
     now: bool = option(
-        "delete immediately instead of moving to the trash; if neither RUN nor --keep is given, "
-        "empty the trash"
+        "delete the runs immediately instead of moving them to the trash. Without RUN and "
+        "--keep, this option empties the trash"
     )
     restore: str | None = option("move this run back from the trash", metavar="RUN")
     force: bool = option(
-        "also remove uncollected runs, and runs with weights that another run's adapter needs"
+        "also remove runs that are not collected, and runs with weights that another run's "
+        "adapter needs"
     )
     runs_dir: Path = runs_dir_option()
