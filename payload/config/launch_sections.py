@@ -112,7 +112,7 @@ class MonitorSection:
     """[monitor]; docs/guides/monitoring.md lists metrics, dashboards and alerts"""
 
     enabled: Literal["auto", "on", "off"] = "auto"
-    """Whether the run serves its metrics to Prometheus. The metrics are served only on the head's
+    """Serve the run's metrics to Prometheus. The metrics are served only on the head's
     loopback address. This needs the extra `monitor`. `auto` means `on` if the head was set up with
     `monitoring: prometheus`, otherwise `off`."""
     port: int = checked(9464, low=1024, high=65535)

@@ -74,13 +74,13 @@ class ModelSection:
     """With `nf4`, the weights of the layers' linears are stored in 4 bits. This needs an adapter
     and the extra `quant`."""
     router: Literal["auto", "train", "freeze"] = "auto"
-    """Whether to train the routers of a mixture of experts. `auto` trains them in full fine-tuning
+    """Treatment of the routers of a mixture of experts. `auto` trains them in full fine-tuning
     and freezes them with an adapter. An adapter trains a router only if `adapter.target` names the
     router."""
     dropout: float = checked(0.0, low=0.0, high=0.99)
     """Dropout in the model's layers."""
     bias: bool = True
-    """Whether a model that is trained from scratch has biases."""
+    """If true, a model that is trained from scratch has biases."""
     n_layer: int | None = checked(None, low=1, high=1000, unit="layers")
     """Number of layers of a model that is trained from scratch; none = the preset's number."""
     n_head: int | None = checked(None, low=1, high=1000, unit="heads")
@@ -121,7 +121,7 @@ class TaskSection:
     docs/guides/recipes.md"""
 
     kind: str = checked("text", choices=training_tasks)
-    """What the model learns to predict. `text`: the next token of plain text. `chat`: the
+    """Prediction that the model learns. `text`: the next token of plain text. `chat`: the
     assistant's tokens in conversations. `classify`: the label of a text. `preference`: which of two
     answers is better (DPO)."""
     beta: float = checked(0.1, above=0.0, high=1e3)
@@ -331,7 +331,7 @@ class EngineSection:
     """`native` is stock torch. `ipex` is Intel's archived extension for torch, and needs the extra
     `intel`."""
     compile: bool = False
-    """Whether to compile the model with torch.compile. This needs a C++ compiler on every node."""
+    """If true, torch.compile compiles the model. This needs a C++ compiler on every node."""
     kernels: Literal["auto", "off"] = "auto"
     """With `auto`, the model uses the project's own kernels if they can be built. It uses stock
     torch with `compile` or `ipex`. With `off`, the model always uses stock torch."""

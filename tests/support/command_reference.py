@@ -11,20 +11,16 @@ from tests.cli.parsers import all_parsers
 
 _LITERAL = re.compile(
     r"""(?<![\w`/'-])(?:
-    --[a-z][a-z-]*(?:\ (?:hf|local)\b)?  # an option, and a value
+    --[a-z][a-z-]*(?:\ hf\b)?  # an option, and a value
     | [A-Z]{2,}(?:_[A-Z]+)+  # a variable of the environment
     | (?<=default:\ )(?!prompt|\d)[\w./-]+(?=[);])
-    | (?<=machine\ \()local(?=\))
-    | (?<=wise\ )local(?=\))
     | gs://[\w/]+
     | '[*<][^']*'
-    | \w+/[\w.-]+@main
     | trl:NAME
     | RUN/[\w/]+
     | runs/<\S+>
     | \.?\w[\w/-]*\.(?:bin|json|jsonl|toml|html|md)(?::\d)?\b
-    | \.(?:trash|jsonl|cluster/\w+/\w+)\b
-    | (?:batch|data|precision|slurm|storage|track|train)\.[a-z_]+[a-z]
+    | (?:batch|data|precision|slurm|storage|track|train)\.[a-z_]+[a-z]  # a setting
     | \w+(?:,\w+)*=(?:\w[\w-]*(?:,\w+=\w+)*)?
     )""",
     re.VERBOSE,
