@@ -142,7 +142,7 @@ RULES = (
         cis="1.5, 5.1",
         tools="CKV_GCP_28, CKV_GCP_41, CKV_GCP_42, CKV_GCP_46, CKV_GCP_49, CKV_GCP_117, GCP-0001, "
         "GCP-0006, GCP-0007, GCP-0011",
-        holds="the cluster grants two kinds of permissions: on the runs of one bucket, and to "
+        holds="the cluster grants only two kinds of permissions: on the runs of one bucket, and to "
         "Google's service agents on one key",
         types=("*IAM*",),
         problems=check.roles,

@@ -49,9 +49,9 @@ class DistributedSection:
     part of the heads, the MLP and the vocabulary. These ranks must be on one node."""
     pipeline_parallel: int = checked(1, low=1, high=2**10, unit="stages")
     """Number of pipeline stages. Each stage has some of the layers. If there are more ranks than
-    stages, the ranks form several pipelines, which train on different data. With `strategy =
-    "replicate"`, each pipeline has all weights. With `strategy = "shard"`, each pipeline has a
-    shard of the weights."""
+    one pipeline needs, the ranks form several pipelines, which train on different data. With
+    `strategy = "replicate"`, each pipeline has all weights. With `strategy = "shard"`, each
+    pipeline has a shard of the weights."""
     pipeline_schedule: Literal["1f1b", "gpipe"] = "1f1b"
     """Order in which a stage computes its micro-batches. With `1f1b`, backward passes begin early.
     A stage then keeps the activations of at most as many micro-batches as there are stages. With
@@ -151,8 +151,8 @@ class LimitsSection:
     hang_timeout_s: float = checked(120.0, low=1.0, unit="seconds")
     """If no rank makes progress for this time, the supervisor treats the run as hung. If ten times
     the median step is longer, the supervisor waits for that time instead. It never waits longer
-    than nine tenths of distributed.timeout_s. While ranks load, compile or save, it always waits
-    for nine tenths of distributed.timeout_s."""
+    than nine tenths of distributed.timeout_s. While ranks load, compile or save, it waits for
+    nine tenths of distributed.timeout_s."""
     max_restarts: int = checked(3, low=0, unit="restarts")
     """Maximum number of restarts after a lost rank, a lost node or a hang; 0 = no restarts. Each
     restart resumes from the last checkpoint. If an attempt completes no further step, the run is
@@ -162,9 +162,10 @@ class LimitsSection:
     the limit, the run saves a checkpoint and stops. The machines of a cluster are billed until
     `down`."""
     max_usd: float | None = checked(None, above=0.0, unit="US dollars")
-    """Maximum cost of the nodes while the run lasts. Shortly before the limit, the run saves a
-    checkpoint and stops. The inventory must give hourly_usd for every node. The setting does not
-    limit the bill: after the run, the machines are billed until `down`."""
+    """Maximum cost of the nodes while the run lasts, summed over all attempts and resumes. Shortly
+    before the limit, the run saves a checkpoint and stops. The inventory must give hourly_usd for
+    every node. The setting does not limit the bill: after the run, the machines are billed until
+    `down`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

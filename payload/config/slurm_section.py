@@ -45,13 +45,13 @@ class SlurmSection:
     qos: str | None = None
     """Quality of service of the job; none = the cluster's default."""
     time: str | None = None
-    """Time limit of the job: `"12:00:00"`, `"2-00"` (days-hours) or `"90"` (minutes). The run saves
-    a checkpoint and stops before this limit. none = the cluster's default."""
+    """Time limit of the job, such as `"12:00:00"`, `"2-00"` (days-hours) or `"90"` (minutes). The
+    run saves a checkpoint and stops before this limit. none = the cluster's default."""
     cpus_per_node: int | None = checked(None, low=1, high=16_384, unit="CPUs")
     """Number of CPUs to reserve on each node; none = whole nodes, not shared with other jobs."""
     extra: str = ""
-    """Additional options for sbatch, written as on the command line of sbatch: `"--constraint=amx
-    --mail-type=END"`."""
+    """Additional options for sbatch, written as on the command line of sbatch, such as
+    `"--constraint=amx --mail-type=END"`."""
 
     def job_options(self) -> list[str]:
         """Return the options of sbatch for partition, account, QOS, time limit and `extra`."""

@@ -333,8 +333,8 @@ class EngineSection:
     compile: bool = False
     """If true, torch.compile compiles the model. This needs a C++ compiler on every node."""
     kernels: Literal["auto", "off"] = "auto"
-    """With `auto`, the model uses the project's own kernels if they can be built. It uses stock
-    torch with `compile` or `ipex`. With `off`, the model always uses stock torch."""
+    """With `auto`, the model uses the project's own kernels if they can be built, but not with
+    `compile` or `ipex`. With `off`, the model never uses these kernels."""
     deterministic: bool = False
     """Only for CUDA: whether to use only deterministic algorithms. These are slower, but a resumed
     run is then bitwise identical. On CPUs, a resumed run is always bitwise identical."""

@@ -69,9 +69,9 @@ def parser() -> CommandParser:
         type=_positive,
         metavar="TOKENS",
         help="block length; a classifier truncates texts to this length. Default: for data "
-        "with packed conversations, their block length; for other data, data.sequence_length "
-        f"of the model's run. Without a run: {_SEQUENCE_LENGTH}, or the model's context if that "
-        "is shorter",
+        "of --task chat, their block length; for other data, data.sequence_length of the "
+        f"model's run. Without a run: {_SEQUENCE_LENGTH}, or the model's context if that is "
+        "shorter; for a classifier, the model's context",
     )
     made.add_argument(
         "--max-tokens",

@@ -54,7 +54,7 @@ def _add_prompts(made: CommandParser) -> None:
     prompt.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="one prompt per line, or .jsonl objects with the key `prompt` (with --chat also "
+        help="one prompt per line, or .jsonl objects with the key `prompt` (with --chat: or "
         "`messages`); - means stdin",
     )
     prompt.add_argument(
@@ -138,7 +138,7 @@ def _add_sampling(made: CommandParser) -> None:
         type=_seed,
         default=_SEED,
         metavar="INT",
-        help="random seed of the first sample; each further sample uses the next integer "
+        help="seed of a prompt's first sample; each further sample uses the next integer "
         "(default: %(default)s)",
     )
     add(

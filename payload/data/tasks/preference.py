@@ -19,7 +19,7 @@ class PreferenceTask(Task):
     """Preference pairs: each prompt has a chosen answer and a rejected answer."""
 
     kind: ClassVar[TaskKind] = "preference"
-    summary = "pairs of a better and a worse answer (DPO), with the options of chat"
+    summary = "pairs of a better and a worse answer (DPO), with most options of chat"
     flags = ("--sequence-length", "--group-column", *RENDERING_FLAGS)
 
     def add_flags(self, add: AddFlag) -> None:
