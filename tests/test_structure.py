@@ -473,7 +473,7 @@ def test_a_new_launcher_and_a_new_site_are_one_short_file(toy: str) -> None:
     assert len(lines) <= MOST_TOY_LINES
 
 
-_FRAGMENTS = ("What ", "Whether ", "Of ", "That ", "Anew")
+_FRAGMENTS = ("What ", "How ", "Whether ", "Of ", "That ", "Anew")
 _CODE = ("benchmarks", "bootstrap", "infra", "payload", "tests")
 
 

@@ -36,7 +36,7 @@ class DistributedSection:
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type in which the ranks send gradients, in the all-reduce or the reduce-scatter."""
     strategy: Literal["replicate", "shard", "zero3"] = "replicate"
-    """How the ranks store the model. With `replicate`, each rank holds the whole model. With
+    """Placement of the model on the ranks. With `replicate`, each rank holds the whole model. With
     `shard`, each rank holds a shard of the weights, gradients and optimizer state. A rank gathers
     the weights of a layer before it computes the layer (FSDP2). `zero3` works like `shard`, but
     uses DeepSpeed's ZeRO stage 3 and needs the extra `deepspeed`."""
@@ -137,7 +137,7 @@ class LaunchSection:
     """Number of threads of each rank. none = the node's physical cores, divided evenly among the
     node's ranks."""
     malloc: Literal["tuned", "lean", "tcmalloc", "default"] = "tuned"
-    """How a rank allocates memory. With `tuned`, glibc keeps large freed blocks for reuse. With
+    """Memory allocator of the ranks. With `tuned`, glibc keeps large freed blocks for reuse. With
     `lean`, glibc returns these blocks to the kernel immediately. With `tcmalloc`, that library
     replaces glibc's malloc. With `default`, glibc's settings are unchanged. The strategy `zero3`
     changes `tuned` to `lean`. With `tuned` or `lean`, tensors on a CPU need no extra space for

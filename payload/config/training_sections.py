@@ -254,7 +254,7 @@ class ScheduleSection:
     """[schedule]; docs/guides/recipes.md"""
 
     kind: Literal["cosine", "constant", "wsd"] = "cosine"
-    """How the learning rate changes after the warm-up. `cosine`: it falls from lr to min_lr along a
+    """Learning-rate schedule after the warm-up. `cosine`: the rate falls from lr to min_lr along a
     cosine. `constant`: it stays at lr. `wsd`: it stays at lr, then falls linearly to min_lr over
     the last `decay_steps`."""
     warmup_steps: int = checked(0, low=0, unit="steps")

@@ -157,11 +157,11 @@ def parser() -> CommandParser:
     _add_show_flags(
         commands.add_parser(
             "show",
-            help="print a conversation or pair with the trained tokens in color",
+            help="print a conversation or pair with the trained tokens in colour",
             description="Print a conversation of a folder that was prepared with --task chat, or "
             "a pair of --task preference. For a file that is not prepared yet, print the detected "
             "format, task and columns, and with --tokenizer one row as it will be trained. Tokens "
-            "in the loss are green; without colors they are in \u27e6 \u27e7.",
+            "in the loss are green; without colours they are in \u27e6 \u27e7.",
             example=command("data", "show", "data/chats"),
         )
     )
@@ -206,7 +206,7 @@ def _add_show_flags(parser: CommandParser) -> None:
         "--color",
         choices=("auto", "always", "never"),
         default="auto",
-        help="when to use colors. `auto` uses colors on a terminal, unless NO_COLOR is set "
+        help="when to use colours. `auto` uses colours on a terminal, unless NO_COLOR is set "
         "(default: %(default)s)",
     )
 

@@ -110,7 +110,7 @@ class GcsServer:
 
 @dataclass(kw_only=True)
 class Faults:
-    """How often the proxy injects a fault, and which."""
+    """Frequency and kinds of the faults that the proxy injects."""
 
     seed: int
     share: float = 0.0

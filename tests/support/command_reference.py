@@ -13,7 +13,7 @@ _LITERAL = re.compile(
     r"""(?<![\w`/'-])(?:
     --[a-z][a-z-]*(?:\ hf\b)?  # an option, and a value
     | [A-Z]{2,}(?:_[A-Z]+)+  # a variable of the environment
-    | (?<=default:\ )(?!prompt|\d)[\w./-]+(?=[);])
+    | (?<=default:\ )(?!prompt|\d)[\w./-]+(?=[);])  # a default of one word
     | gs://[\w/]+
     | '[*<][^']*'
     | trl:NAME
