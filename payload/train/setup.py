@@ -309,38 +309,20 @@ def _tokenizer(task: Task, *, source: Path | None, model: CausalLM) -> Mapping[s
 
 
 def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: World) -> CausalLM:
-    """Load the weights on rank 0; the other ranks build the same model with unset weights."""
-    model = None
+    """Load the weights on rank 0; the other ranks build the same model with unset weights.
+
+    The ranks build and load at the same time, because each of them imports the model's packages.
+    """
     described = config_folder(folder) if folder else None
     new = task.meta.added_ids() if _lacks_new_tokens(folder, task.meta, world=world) else ()
     in_parts = _read_in_parts(config, folder, world=world)
     if folder is not None and described is not None:
-        spec, meta = read_spec(described), task.meta
-        require_fit(
-            spec,
-            config,
-            vocab_size=meta.vocab_size,
-            tokenizer=meta.tokenizer,
-            new_tokens=len(new),
-        )
-        if new:
-            log.info(f"vocabulary {describe_new_rows(meta, spec.vocab_size)}")
-        if in_parts:
-            require_enough_weights(LazyTensors(folder), spec, folder)
-        else:
-            model = load(folder, dropout=config.model.dropout, quantize=config.model.quantize)
-        if stored := stored_format(described):
-            log.info(f"weights   {stored}")
-        if spec.whole is not None:
-            log.info(f"weights   {spec.whole.note()}")
-        if ignored := _ignored_note(spec, described):
-            log.info(f"weights   {ignored}")
-        if note := unused_settings(spec, config):
-            log.info(note)
-        if model is not None:
-            model.spec = model.spec.with_sequence_length(config.data.sequence_length)
+        _require_loadable(folder, described, config, task, new_tokens=len(new), in_parts=in_parts)
     raw = world.broadcast(json.dumps(_described(described)) if described else None, str)
-    if model is None:
+    if folder is not None and not in_parts:
+        model = load(folder, dropout=config.model.dropout, quantize=config.model.quantize)
+        model.spec = model.spec.with_sequence_length(config.data.sequence_length)
+    else:
         spec = spec_of(json.loads(raw), where=f"rank 0's {CONFIG_FILE}")
         spec = spec.with_sequence_length(config.data.sequence_length)
         model = build(spec, dropout=config.model.dropout, random=False)
@@ -355,6 +337,38 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
         model.add_tokens(new[0], new[-1] + 1)
         model.new_rows = new[0], new[-1] + 1
     return model
+
+
+def _require_loadable(
+    folder: Path,
+    described: Path,
+    config: RunConfig,
+    task: Task,
+    *,
+    new_tokens: int,
+    in_parts: Path | None,
+) -> None:
+    """Raise CheckpointError or ConfigError if the model does not fit the run; log its notes."""
+    spec, meta = read_spec(described), task.meta
+    require_fit(
+        spec,
+        config,
+        vocab_size=meta.vocab_size,
+        tokenizer=meta.tokenizer,
+        new_tokens=new_tokens,
+    )
+    if new_tokens:
+        log.info(f"vocabulary {describe_new_rows(meta, spec.vocab_size)}")
+    if in_parts:
+        require_enough_weights(LazyTensors(folder), spec, folder)
+    if stored := stored_format(described):
+        log.info(f"weights   {stored}")
+    if spec.whole is not None:
+        log.info(f"weights   {spec.whole.note()}")
+    if ignored := _ignored_note(spec, described):
+        log.info(f"weights   {ignored}")
+    if note := unused_settings(spec, config):
+        log.info(note)
 
 
 def _ignored_note(spec: ModelSpec, folder: Path) -> str | None:

@@ -78,7 +78,6 @@ class GradientExchange:
             for each in (*model.parameters(), *model.buffers()):
                 dist.broadcast(each.detach(), src=0)
         parameters = [parameter for _, parameter in trainable(model)]
-        hooked = self._buckets = make_buckets(parameters)
         weight = model.tied_weight()
         is_tied = weight is not None and weight.requires_grad
         if model.kernels is not None and weight is not None and is_tied and self._group is None:
@@ -89,6 +88,8 @@ class GradientExchange:
                 place=first.gradient_view(weight),
                 head_is_done=lambda: self._take(weight, first),
             )
+        else:
+            hooked = self._buckets = make_buckets(parameters)
         if model.kernels is not None:
             places: dict[Tensor, Tensor] = {
                 each: bucket.gradient_view(each) for bucket in hooked for each in bucket.parameters
