@@ -88,19 +88,19 @@ def test_a_measurement_is_for_one_cpu_number_of_cores_version_and_set_of_variabl
 
 
 def test_the_format_of_a_measurement_is_the_stored_one() -> None:
-    layers = (LayerSpeed(threads=2, element_s=3e-9, weight_s=2e-9),)
+    layers = (LayerSpeed(threads=2, element_s=3e-9, weight_s=2e-9, layer_s=1e-3),)
     assert_format("speed", [asdict(make_speed(layers=layers))])
 
 
 def test_layers_are_measured_for_ranks_of_one_core_and_of_all_cores() -> None:
-    one = LayerSpeed(threads=1, element_s=5e-9, weight_s=10e-9)
-    two = LayerSpeed(threads=2, element_s=3e-9, weight_s=6e-9)
+    one = LayerSpeed(threads=1, element_s=5e-9, weight_s=10e-9, layer_s=1e-3)
+    two = LayerSpeed(threads=2, element_s=3e-9, weight_s=6e-9, layer_s=2e-3)
     speed = make_speed(layers=(two, one))
     assert speed.rank_speed("bf16", threads=1) == RankSpeed(update_core_s=2e-9, layers=one)
     assert speed.layer_speed("bf16", threads=2) == two
-    # Four threads are twice as fast as two.
+    # Four threads are twice as fast as two, but one of them runs Python.
     scaled = speed.layer_speed("bf16", threads=4)
-    assert scaled == LayerSpeed(threads=4, element_s=1.5e-9, weight_s=3e-9)
+    assert scaled == LayerSpeed(threads=4, element_s=1.5e-9, weight_s=3e-9, layer_s=2e-3)
     # They were measured in the dtype that a run chooses on this machine.
     assert speed.layer_speed("fp32", threads=2) is None
     assert make_speed().layer_speed("bf16", threads=2) is None
@@ -358,6 +358,7 @@ def test_layers_are_measured_on_all_cores_of_a_domain_and_on_each_core() -> None
         f"found = with_layers(make_speed(cores=2), [Domain(id=0, cores={pair})])\n"
         "print([each.threads for each in found.layers])\n"
         "assert all(each.element_s + each.weight_s > 0 for each in found.layers), found\n"
+        "assert all(each.layer_s > 0 for each in found.layers), found\n"
         "assert 0 <= found.others_share <= 1"
     )
     done = subprocess.run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import cast
 
@@ -261,7 +262,7 @@ def test_computing_takes_the_flops_at_the_expected_share_of_the_peak() -> None:
 def test_measured_layers_replace_the_typical_share_of_the_peak() -> None:
     settings = ["precision.dtype=bf16", "batch.global_batch_size=8", "batch.micro_batch_size=2"]
     config = parse_run_config("", overrides=settings, where="test")
-    layers = LayerSpeed(threads=2, element_s=2e-9, weight_s=1e-9)
+    layers = LayerSpeed(threads=2, element_s=2e-9, weight_s=1e-9, layer_s=1e-3)
 
     def seconds(config: RunConfig) -> float:
         found = compute_time(config, GPT2, peak_flops_per_s=4e11, cores=4, layers=layers)
@@ -272,6 +273,7 @@ def test_measured_layers_replace_the_typical_share_of_the_peak() -> None:
     tokens, flops = 4 * config.data.sequence_length, step_flops(config, GPT2)
     assert elements(GPT2) == 16 * 768 * 12 + 50257
     between_s, weights_s = tokens * elements(GPT2) * 2e-9, 2 * GPT2.num_params() * 1e-9
+    between_s += 2 * 12 * 1e-3
     assert seconds(config) == pytest.approx(flops / 4e11 + between_s + weights_s)
     # Recomputed layers convert no weights again.
     on = replace(config, memory=replace(config.memory, activation_checkpointing="on"))
@@ -288,20 +290,21 @@ def test_measured_layers_replace_the_typical_share_of_the_peak() -> None:
 
 def test_two_micro_batches_give_the_time_of_elements_and_weights() -> None:
     spec, flops_per_s = replace(GPT2, n_layer=2, vocab_size=256), 3e11
-    expected = LayerSpeed(threads=2, element_s=2e-9, weight_s=1e-9)
+    expected = LayerSpeed(threads=2, element_s=2e-9, weight_s=1e-9, layer_s=1e-3)
 
     def took_s(tokens: int) -> float:
         flops = tokens * spec.with_sequence_length(tokens).flops_per_token()
-        between_s = tokens * elements(spec) * expected.element_s
+        between_s = tokens * elements(spec) * expected.element_s + 2 * expected.layer_s
         return flops / flops_per_s + between_s + spec.num_params() * expected.weight_s
 
     times_s = {tokens: took_s(tokens) for tokens in (512, 64)}
-    found = layer_speed(spec, times_s, threads=2, flops_per_s=flops_per_s)
-    assert found.threads == 2
+    measured = partial(layer_speed, spec, times_s, layer_s=expected.layer_s, threads=2)
+    found = measured(flops_per_s=flops_per_s)
+    assert found.threads == 2 and found.layer_s == expected.layer_s
     assert found.element_s == pytest.approx(expected.element_s)
     assert found.weight_s == pytest.approx(expected.weight_s)
     # A disturbed measurement of the peak does not make the layers faster than their matmuls.
-    nothing = layer_speed(spec, times_s, threads=2, flops_per_s=1e10)
+    nothing = measured(flops_per_s=1e10)
     assert nothing.element_s == 0.0 <= nothing.weight_s
 
 

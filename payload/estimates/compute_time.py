@@ -53,9 +53,9 @@ def compute_time(
 ) -> ComputeTime:
     """Predict the compute time of a step, given the peak of `cores` cores together.
 
-    For `tokens`, see `step_flops`. With the measurement `layers`, the time has three terms: matmuls
-    at the peak, elements between the matmuls, and weights in each micro-batch. Without `layers`,
-    the time follows from a typical MFU. On GPUs, `cores` has no effect.
+    For `tokens`, see `step_flops`. With the measurement `layers`, the time has four terms: matmuls
+    at the peak, elements between the matmuls, and weights and layers in each micro-batch. Without
+    `layers`, the time follows from a typical MFU. On GPUs, `cores` has no effect.
     """
     flops = step_flops(config, spec, tokens=tokens)
     share = config.typical_mfu(spec, core_flops_per_s=peak_flops_per_s / cores)
@@ -71,10 +71,11 @@ def compute_time(
     per_pass = config.batch.per_pass(mesh.data_ranks)
     passes = max(1, config.batch.global_batch_size // per_pass)
     weights = passes * spec.num_trainable_params() / (mesh.tensor * mesh.pipeline)
-    per_token_s = flops / peak_flops_per_s + own_tokens * elements(spec) * layers.element_s
-    seconds = per_token_s + weights * layers.weight_s
+    repeated_s = flops / peak_flops_per_s + own_tokens * elements(spec) * layers.element_s
+    repeated_s += passes * _layer_times(spec) * layers.layer_s / mesh.pipeline
+    seconds = repeated_s + weights * layers.weight_s
     return ComputeTime(
-        seconds=seconds + per_token_s * (config.recomputation() - 1),
+        seconds=seconds + repeated_s * (config.recomputation() - 1),
         mfu=flops / seconds / peak_flops_per_s,
         flops_per_s=flops / seconds,
     )
@@ -85,26 +86,38 @@ def elements(spec: ModelSpec) -> int:
 
     An adapter reads and writes the elements of its layer a second time.
     """
+    return _layer_times(spec) * _WIDTHS_WRITTEN * spec.width() + spec.head_rows()
+
+
+def _layer_times(spec: ModelSpec) -> int:
+    """Return the number of layers. A layer with an adapter counts twice: it has twice the calls."""
     times = 1 if spec.num_trainable_params() == spec.num_params() else 2
-    return times * _WIDTHS_WRITTEN * spec.width() * spec.num_layers() + spec.head_rows()
+    return times * spec.num_layers()
 
 
 def layer_speed(
-    spec: ModelSpec, times_s: Mapping[int, float], *, threads: int, flops_per_s: float
+    spec: ModelSpec,
+    times_s: Mapping[int, float],
+    *,
+    layer_s: float,
+    threads: int,
+    flops_per_s: float,
 ) -> LayerSpeed:
     """Return a rank's time for elements and for weights, from the times of two micro-batches.
 
     `times_s` maps the number of tokens in a sequence to the seconds of its forward and backward
-    pass. `flops_per_s` is the rank's GEMM peak.
+    pass. `layer_s` is the time of a layer that has almost nothing to compute, and `flops_per_s` is
+    the rank's GEMM peak.
     """
+    fixed_s = spec.num_layers() * layer_s
     (few, few_s), (many, many_s) = (
-        (tokens, took_s - _product_s(spec, tokens, flops_per_s=flops_per_s))
+        (tokens, took_s - fixed_s - _product_s(spec, tokens, flops_per_s=flops_per_s))
         for tokens, took_s in sorted(times_s.items())
     )
     element_s = max(0.0, many_s - few_s) / ((many - few) * elements(spec))
     weights_s = max(0.0, few_s - few * elements(spec) * element_s)
     weight_s = weights_s / spec.num_trainable_params()
-    return LayerSpeed(threads=threads, element_s=element_s, weight_s=weight_s)
+    return LayerSpeed(threads=threads, element_s=element_s, weight_s=weight_s, layer_s=layer_s)
 
 
 def _product_s(spec: ModelSpec, tokens: int, *, flops_per_s: float) -> float:

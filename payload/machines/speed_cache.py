@@ -30,7 +30,7 @@ from payload.machines.core_use import MOST_OTHERS
 from payload.machines.machine import discover
 from payload.machines.machine_facts import read_cpu
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 ISA_VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
@@ -104,6 +104,8 @@ class LayerSpeed:
     """Seconds for each element that the layers write between their matmuls."""
     weight_s: float = checked(low=0, high=1)
     """Seconds for each trained weight: its conversion for the matmuls, and its gradient."""
+    layer_s: float = checked(low=0, high=1)
+    """Seconds for each layer in each micro-batch, without computation: mostly Python's time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,8 +161,11 @@ class MachineSpeed:
                 return each
         most = max(self.layers, key=lambda each: each.threads)
         share = most.threads / threads
-        return LayerSpeed(
-            threads=threads, element_s=share * most.element_s, weight_s=share * most.weight_s
+        return replace(
+            most,
+            threads=threads,
+            element_s=share * most.element_s,
+            weight_s=share * most.weight_s,
         )
 
     def rank_speed(self, dtype: Dtype, *, threads: int) -> RankSpeed:

@@ -174,6 +174,11 @@ def layers_to_measure() -> ModelSpec:
     return from_scratch("gpt2", n_layer=2, vocab_size=256, sequence_length=512)
 
 
+def narrow_layers_to_measure() -> ModelSpec:
+    """Return the spec of layers whose time with few tokens is the fixed time of a layer."""
+    return from_scratch("gpt2", n_layer=8, n_embd=64, n_head=1, vocab_size=256, sequence_length=512)
+
+
 def preset_of_hub_name(name: str) -> ModelSpec | None:
     """Return the spec of hub model `NAME` or `OWNER/NAME`; None if its sizes are not packaged."""
     last = name.partition("@")[0].rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""Measures two layers of GPT-2's width in training, with the project's kernels."""
+"""Measures layers of GPT-2 in training, with the project's kernels."""
 
 from __future__ import annotations
 
@@ -11,40 +11,61 @@ import torch
 from payload.config.training_sections import OptimizerSection
 from payload.core.dtype import Dtype
 from payload.kernels.kernels import find_kernels
-from payload.models.registry import layers_to_measure
+from payload.models.registry import layers_to_measure, narrow_layers_to_measure
+from payload.models.spec import ModelSpec
 from payload.train.models.loading import build
 from payload.train.optimizers.optimizer import build_optimizers
 
 MEASURED_SPEC = layers_to_measure()
 _TOKENS = (64, 512)
+_FIXED_TOKENS = 16
 _FEWEST_STEPS = 3
 _BUDGET_S = 0.6
+_FIXED_BUDGET_S = 0.2
 
 
 class LayerBenchmark:
-    """Two layers with their kernels, gradients and data, ready to be timed."""
+    """Two wide layers and some narrow ones, ready to be timed."""
 
     def __init__(self) -> None:
-        self._model = build(MEASURED_SPEC).train()
+        self._wide = _Layers(MEASURED_SPEC)
+        narrow = narrow_layers_to_measure()
+        self._narrow, self._num_narrow = _Layers(narrow), narrow.num_layers()
+
+    def times_s(self, dtype: Dtype) -> Mapping[int, float]:
+        """Return the wide layers' seconds per micro-batch, by the number of its tokens."""
+        return {
+            tokens: self._wide.micro_batch_s(tokens, dtype, budget_s=_BUDGET_S)
+            for tokens in _TOKENS
+        }
+
+    def layer_s(self, dtype: Dtype) -> float:
+        """Return the seconds of a layer in a micro-batch that has almost nothing to compute."""
+        took_s = self._narrow.micro_batch_s(_FIXED_TOKENS, dtype, budget_s=_FIXED_BUDGET_S)
+        return took_s / self._num_narrow
+
+
+class _Layers:
+    """Layers with their kernels, gradients and data."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._model = build(spec).train()
         self._optimizer = build_optimizers(self._model, OptimizerSection()).members[-1]
         self._model.kernels = find_kernels()
 
-    def times_s(self, dtype: Dtype) -> Mapping[int, float]:
-        """Return the seconds per micro-batch, by the micro-batch's number of tokens.
+    def micro_batch_s(self, tokens: int, dtype: Dtype, *, budget_s: float) -> float:
+        """Return the seconds per micro-batch, measured for `budget_s` or a few steps.
 
         The time is the mean over a step of two micro-batches: only the first micro-batch converts
         the weights, and only the second adds to existing gradients. The median of several steps
         counts, because a run cannot choose its fastest steps.
         """
-        found: dict[int, float] = {}
-        for tokens in _TOKENS:
-            batch = torch.zeros((1, tokens), dtype=torch.int64)
-            self._micro_batch(batch, dtype)
-            took_s = [self._step_s(batch, dtype) for _ in range(_FEWEST_STEPS)]
-            while sum(took_s) < _BUDGET_S:
-                took_s.append(self._step_s(batch, dtype))
-            found[tokens] = statistics.median(took_s) / 2
-        return found
+        batch = torch.zeros((1, tokens), dtype=torch.int64)
+        self._micro_batch(batch, dtype)
+        took_s = [self._step_s(batch, dtype) for _ in range(_FEWEST_STEPS)]
+        while sum(took_s) < budget_s:
+            took_s.append(self._step_s(batch, dtype))
+        return statistics.median(took_s) / 2
 
     def _step_s(self, batch: torch.Tensor, dtype: Dtype) -> float:
         self._model.zero_grad()

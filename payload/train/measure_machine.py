@@ -146,6 +146,7 @@ def with_layers(speed: MachineSpeed, domains: Sequence[Domain]) -> MachineSpeed:
                 int(tokens): max(each["times_s"][tokens] for each in measured)
                 for tokens in measured[0]["times_s"]
             },
+            layer_s=max(each["layer_s"] for each in measured),
             threads=threads,
             flops_per_s=speed.flops_per_s(dtype) * threads / speed.cores,
         )
@@ -158,8 +159,8 @@ def _prepare_layers(rank: Domain, dtype: Dtype) -> Measurement:
 
     def run() -> Mapping[str, Any]:
         use = CoreUse(rank.cores)
-        times_s = benchmark.times_s(dtype)
-        return {"times_s": times_s, "others_share": use.others()}
+        times_s, layer_s = benchmark.times_s(dtype), benchmark.layer_s(dtype)
+        return {"times_s": times_s, "layer_s": layer_s, "others_share": use.others()}
 
     return run
 
