@@ -85,6 +85,12 @@ _TAKES_MEMORY = {
 }
 """Functions that return whether they ran out of memory; all other functions return nothing."""
 
+_MULTIPLIES_BF16 = {
+    "weight_gradient",
+    *(f"{name}_bf16" for name in _ELEMENT_SIGNATURES if name.startswith(("attention", "delta"))),
+}
+"""Functions with bf16 matmuls. Where torch has none for the CPU, they would end the process."""
+
 ELEMENTS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """The dtypes of matmuls and of the activations between them, with their names in the library."""
 
@@ -404,7 +410,12 @@ class Library:
         self.call(f"{name}_{ELEMENTS[dtype]}", *arguments)
 
     def call(self, name: str, *arguments: Tensor | float | None) -> None:
-        """Call a kernel. Raises MemoryError; in this case the output is undefined."""
+        """Call a kernel. Raises MemoryError; in this case the output is undefined.
+
+        Raises KernelsUnavailableError for a bf16 matmul on a CPU without such matmuls.
+        """
+        if not self.has_products and name in _MULTIPLIES_BF16:
+            raise KernelsUnavailableError(f"{name} needs bf16 matmuls, which are missing here")
         pointers: list[float | None] = []
         for argument in arguments:
             if isinstance(argument, Tensor):

@@ -41,7 +41,10 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
                 f"run with {command('orchestrate', 'run')}."
             )
         _make_room(paths)
-        adopt_orphans()
+        try:
+            adopt_orphans()
+        except OSError as error:  # in an emulator
+            _note(f"note: processes whose parent ended are found only by their variables ({error})")
         with RunLock(paths), monitored(paths, note=_note):
             ended = Supervisor(
                 paths,

@@ -144,6 +144,13 @@ def test_a_lower_instruction_set_is_built_apart_and_has_no_bf16(
     x = torch.linspace(-4, 4, 300)
     expected = torch.nn.functional.gelu(x, approximate="tanh")
     assert torch.allclose(low.gelu_forward(x), expected, atol=1e-6)
+    qkv = torch.zeros(1, 4, 3, 2, 8)
+    low.attention_forward(qkv)
+    with pytest.raises(KernelsUnavailableError, match="attention_forward_bf16 needs bf16 matmuls"):
+        low.attention_forward(qkv.bfloat16())
+    with pytest.raises(KernelsUnavailableError, match="weight_gradient needs"):
+        rows = x.view(3, 100).bfloat16()
+        low.weight_gradient(rows, rows, torch.empty(100, 100), add=False)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets are x86-64's")
