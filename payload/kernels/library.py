@@ -89,7 +89,8 @@ _MULTIPLIES_BF16 = {
     "weight_gradient",
     *(f"{name}_bf16" for name in _ELEMENT_SIGNATURES if name.startswith(("attention", "delta"))),
 }
-"""Functions with bf16 matmuls. Where torch has none for the CPU, they would end the process."""
+"""Functions with bf16 matmuls. If torch does not support them on a CPU, a call would end the
+process."""
 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 """The dtypes of matmuls and of the activations between them, with their names in the library."""
