@@ -282,6 +282,13 @@ def test_measured_layers_replace_the_typical_share_of_the_peak() -> None:
     # Only the adapter's weights have a gradient, and it doubles the elements of the layers.
     adapted = replace(config, adapter=AdapterSection(kind="lora")).adapted(GPT2)
     assert elements(adapted) == 2 * 16 * 768 * 12 + 50257
+    lora = replace(config, adapter=AdapterSection(kind="lora"))
+    slow = replace(layers, layer_s=2e-3)
+    few, many = (
+        compute_time(lora, adapted, peak_flops_per_s=4e11, cores=4, layers=each).seconds
+        for each in (layers, slow)
+    )
+    assert many - few == pytest.approx(2 * 2 * 12 * 1e-3)
     # Without the kernels that were measured, the share is typical again.
     off = replace(config, engine=replace(config.engine, kernels="off"))
     plain = compute_time(off, GPT2, peak_flops_per_s=4e11, cores=4)

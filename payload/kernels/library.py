@@ -413,10 +413,10 @@ class Library:
     def call(self, name: str, *arguments: Tensor | float | None) -> None:
         """Call a kernel. Raises MemoryError; in this case the output is undefined.
 
-        Raises KernelsUnavailableError for a bf16 matmul on a CPU without such matmuls.
+        Raises ValueError for a bf16 matmul if this library has none.
         """
-        if not self.has_products and name in _MULTIPLIES_BF16:
-            raise KernelsUnavailableError(f"{name} needs bf16 matmuls, which are missing here")
+        can_run = self.has_products or name not in _MULTIPLIES_BF16
+        _require(can_run, f"{name} needs bf16 matmuls, which torch lacks on this CPU")
         pointers: list[float | None] = []
         for argument in arguments:
             if isinstance(argument, Tensor):

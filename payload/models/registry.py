@@ -174,9 +174,11 @@ def layers_to_measure() -> ModelSpec:
     return from_scratch("gpt2", n_layer=2, vocab_size=256, sequence_length=512)
 
 
-def narrow_layers_to_measure() -> ModelSpec:
-    """Return the spec of layers whose time with few tokens is the fixed time of a layer."""
-    return from_scratch("gpt2", n_layer=8, n_embd=64, n_head=1, vocab_size=256, sequence_length=512)
+def narrow_layers_to_measure(n_layer: int) -> ModelSpec:
+    """Return the spec of layers that have almost nothing to compute for a few tokens."""
+    return from_scratch(
+        "gpt2", n_layer=n_layer, n_embd=64, n_head=1, vocab_size=256, sequence_length=512
+    )
 
 
 def preset_of_hub_name(name: str) -> ModelSpec | None:

@@ -18,19 +18,19 @@ from payload.train.optimizers.optimizer import build_optimizers
 
 MEASURED_SPEC = layers_to_measure()
 _TOKENS = (64, 512)
-_FIXED_TOKENS = 16
+_FIXED_TOKENS, _FEW_LAYERS, _MANY_LAYERS = 16, 2, 10
 _FEWEST_STEPS = 3
 _BUDGET_S = 0.6
 _FIXED_BUDGET_S = 0.2
 
 
 class LayerBenchmark:
-    """Two wide layers and some narrow ones, ready to be timed."""
+    """Two wide layers and two models of narrow ones, ready to be timed."""
 
     def __init__(self) -> None:
         self._wide = _Layers(MEASURED_SPEC)
-        narrow = narrow_layers_to_measure()
-        self._narrow, self._num_narrow = _Layers(narrow), narrow.num_layers()
+        depths = (_FEW_LAYERS, _MANY_LAYERS)
+        self._narrow = [_Layers(narrow_layers_to_measure(each)) for each in depths]
 
     def times_s(self, dtype: Dtype) -> Mapping[int, float]:
         """Return the wide layers' seconds per micro-batch, by the number of its tokens."""
@@ -40,9 +40,12 @@ class LayerBenchmark:
         }
 
     def layer_s(self, dtype: Dtype) -> float:
-        """Return the seconds of a layer in a micro-batch that has almost nothing to compute."""
-        took_s = self._narrow.micro_batch_s(_FIXED_TOKENS, dtype, budget_s=_FIXED_BUDGET_S)
-        return took_s / self._num_narrow
+        """Return the seconds of a narrow layer in a micro-batch with few tokens."""
+        few_s, many_s = (
+            each.micro_batch_s(_FIXED_TOKENS, dtype, budget_s=_FIXED_BUDGET_S)
+            for each in self._narrow
+        )
+        return max(0.0, many_s - few_s) / (_MANY_LAYERS - _FEW_LAYERS)
 
 
 class _Layers:

@@ -311,13 +311,14 @@ def _tokenizer(task: Task, *, source: Path | None, model: CausalLM) -> Mapping[s
 def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: World) -> CausalLM:
     """Load the weights on rank 0; the other ranks build the same model with unset weights.
 
-    The ranks build and load at the same time, because each of them imports the model's packages.
+    They do so at the same time: otherwise the other ranks would import the model's packages only
+    after rank 0 has read the weights.
     """
     described = config_folder(folder) if folder else None
     new = task.meta.added_ids() if _lacks_new_tokens(folder, task.meta, world=world) else ()
     in_parts = _read_in_parts(config, folder, world=world)
     if folder is not None and described is not None:
-        _require_loadable(folder, described, config, task, new_tokens=len(new), in_parts=in_parts)
+        _require_loadable(described, config, task, new_tokens=len(new))
     raw = world.broadcast(json.dumps(_described(described)) if described else None, str)
     if folder is not None and not in_parts:
         model = load(folder, dropout=config.model.dropout, quantize=config.model.quantize)
@@ -339,16 +340,11 @@ def _loaded_model(folder: Path | None, config: RunConfig, task: Task, *, world: 
     return model
 
 
-def _require_loadable(
-    folder: Path,
-    described: Path,
-    config: RunConfig,
-    task: Task,
-    *,
-    new_tokens: int,
-    in_parts: Path | None,
-) -> None:
-    """Raise CheckpointError or ConfigError if the model does not fit the run; log its notes."""
+def _require_loadable(described: Path, config: RunConfig, task: Task, *, new_tokens: int) -> None:
+    """Raise CheckpointError or ConfigError if the model does not fit the run; log its notes.
+
+    No other rank builds the model before this check of its sizes.
+    """
     spec, meta = read_spec(described), task.meta
     require_fit(
         spec,
@@ -359,8 +355,7 @@ def _require_loadable(
     )
     if new_tokens:
         log.info(f"vocabulary {describe_new_rows(meta, spec.vocab_size)}")
-    if in_parts:
-        require_enough_weights(LazyTensors(folder), spec, folder)
+    require_enough_weights(LazyTensors(described), spec, described)
     if stored := stored_format(described):
         log.info(f"weights   {stored}")
     if spec.whole is not None:

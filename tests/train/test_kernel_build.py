@@ -146,9 +146,9 @@ def test_a_lower_instruction_set_is_built_apart_and_has_no_bf16(
     assert torch.allclose(low.gelu_forward(x), expected, atol=1e-6)
     qkv = torch.zeros(1, 4, 3, 2, 8)
     low.attention_forward(qkv)
-    with pytest.raises(KernelsUnavailableError, match="attention_forward_bf16 needs bf16 matmuls"):
+    with pytest.raises(ValueError, match="attention_forward_bf16 needs bf16 matmuls"):
         low.attention_forward(qkv.bfloat16())
-    with pytest.raises(KernelsUnavailableError, match="weight_gradient needs"):
+    with pytest.raises(ValueError, match="weight_gradient needs"):
         rows = x.view(3, 100).bfloat16()
         low.weight_gradient(rows, rows, torch.empty(100, 100), add=False)
 

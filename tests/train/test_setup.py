@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,8 @@ from payload.core.errors import CheckpointError, ConfigError
 from payload.estimates import disk_room
 from payload.models.gpt2.spec import Gpt2Spec
 from payload.run_record.run_files import RunPaths
+from payload.train.models.loading import load
+from payload.train.ranks.world import World
 from payload.train.setup import Start, find_start, require_disk_space, weights_folder
 from payload.train.tasks.registry import open_task
 from tests.train.alone import ALONE, train_alone
@@ -134,3 +139,39 @@ def test_training_alone_writes_through_no_link_either(tmp_path: Path, tiny_confi
     paths.checkpoints.symlink_to("../other")
     with pytest.raises(ConfigError, match="checkpoints is a link that leads out"):
         find_start(config, open_task(config), paths=paths, world=ALONE)
+
+
+def test_the_other_ranks_build_a_checked_model_while_rank_0_reads_the_weights(
+    tmp_path: Path, tiny_config: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_alone(tmp_path / "run", tiny_config, "train.steps=1")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(RunPaths(tmp_path / "run").checkpoint(1) / name, folder)
+    events: list[str] = []
+    broadcast = World.broadcast
+
+    def broadcast_and_note(world: World, value: Any, kind: type) -> Any:
+        events.append(f"broadcast {kind.__name__}")
+        return broadcast(world, value, kind)
+
+    def load_and_note(folder: Path, **options: Any) -> Any:
+        events.append("load")
+        return load(folder, **options)
+
+    monkeypatch.setattr(World, "broadcast", broadcast_and_note)
+    monkeypatch.setattr("payload.train.setup.load", load_and_note)
+
+    def start(*overrides: str) -> Start:
+        config = load_run_config(tiny_config, overrides=[f"model.init={folder}", *overrides])
+        return find_start(config, open_task(config), paths=RunPaths(tmp_path / "new"), world=ALONE)
+
+    start()
+    assert events[-2:] == ["broadcast str", "load"]
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(raw | {"n_layer": 500}), encoding="utf-8")
+    events.clear()
+    with pytest.raises(CheckpointError, match="but the weight files have"):
+        start("model.n_layer=500")
+    assert "broadcast str" not in events
