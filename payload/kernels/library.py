@@ -413,7 +413,7 @@ class Library:
     def call(self, name: str, *arguments: Tensor | float | None) -> None:
         """Call a kernel. Raises MemoryError; in this case the output is undefined.
 
-        Raises ValueError for a bf16 matmul if this library has none.
+        Raises ValueError for a bf16 matmul that torch does not support on this CPU.
         """
         can_run = self.has_products or name not in _MULTIPLIES_BF16
         _require(can_run, f"{name} needs bf16 matmuls, which torch lacks on this CPU")
