@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -78,7 +79,7 @@ class Benchmark:
                 yield action.dest, getattr(self._arguments, action.dest)
 
     def _page(self, versions: Mapping[str, str]) -> str:
-        command = " ".join(["python -m", f"benchmarks.{self._name}", *self._argv])
+        command = shlex.join(["python", "-m", f"benchmarks.{self._name}", *self._argv])
         named = ", ".join(f"{name} {number}" for name, number in versions.items())
         facts = {
             "Date": today(),

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from payload.core.errors import ExitCode
 from payload.machines.rank_variables import RUN_DIR
 from payload.supervise import processes
 from payload.supervise.processes import (
@@ -21,7 +22,7 @@ from payload.supervise.processes import (
     signal_process,
     wait_until_none,
 )
-from tests.supervise.planned import wait_for
+from tests.supervise.planned import REPO, plan_stand_in, state_of, wait_for
 from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.processes
@@ -88,3 +89,24 @@ def test_ps_lines_name_the_runs_living_processes() -> None:
   814 R    python -m payload.train --run-dir /runs/a bc
 """
     assert parse_ps(text, run_dir=Path("/runs/a b")) == {812}
+
+
+_WITHOUT_SUBREAPER = """
+import os, sys
+from payload.supervise import processes
+from payload.supervise.__main__ import main
+processes._PR_SET_CHILD_SUBREAPER = 10**6  # as in an emulator that lacks it
+sys.exit(main(sys.argv[1:], os.environ))
+"""
+
+
+@pytest.mark.ranks
+def test_a_run_does_not_need_to_adopt_orphans(tmp_path: Path) -> None:
+    paths = plan_stand_in(tmp_path / "run")
+    command = [sys.executable, "-c", _WITHOUT_SUBREAPER, "--run-dir", str(paths.root)]
+    done = subprocess.run(
+        command, cwd=REPO, capture_output=True, text=True, check=False, timeout=DEADLINE_S
+    )
+    assert done.returncode == ExitCode.OK, done.stderr
+    assert "found only by their variables ([Errno 22] Invalid argument)" in done.stderr
+    assert state_of(paths).status == "finished"

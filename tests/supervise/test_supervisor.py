@@ -599,24 +599,3 @@ def test_a_folder_without_a_plan_is_refused(
 ) -> None:
     assert supervise(RunPaths(tmp_path)).wait(DEADLINE_S) == ExitCode.CONFIG
     assert "not the folder of a planned run" in capfd.readouterr().err
-
-
-_WITHOUT_SUBREAPER = """
-import os, sys
-from payload.supervise import processes
-from payload.supervise.__main__ import main
-processes._PR_SET_CHILD_SUBREAPER = 10**6  # as in an emulator that lacks it
-sys.exit(main(sys.argv[1:], os.environ))
-"""
-
-
-@pytest.mark.ranks
-def test_a_run_does_not_need_to_adopt_orphans(tmp_path: Path) -> None:
-    paths = plan_stand_in(tmp_path / "run")
-    command = [sys.executable, "-c", _WITHOUT_SUBREAPER, "--run-dir", str(paths.root)]
-    done = subprocess.run(
-        command, cwd=REPO, capture_output=True, text=True, check=False, timeout=DEADLINE_S
-    )
-    assert done.returncode == ExitCode.OK, done.stderr
-    assert "found only by their variables ([Errno 22] Invalid argument)" in done.stderr
-    assert state_of(paths).status == "finished"
