@@ -1,0 +1,47 @@
+"""`--until SECONDS`: starts no test after a time of day, and lists the tests that it left out.
+
+A pytest plugin; tests/conftest.py registers it. CI ends within its limit also on a machine that is
+several times slower than usual.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+
+_REASON = "not started before the time of --until"
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Add the option. A hook of this plugin would run after parsing."""
+    parser.getgroup("time limit").addoption(
+        "--until",
+        type=float,
+        metavar="SECONDS",
+        help="start no test after this time, in seconds since 1970",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test after the time, before its fixtures are made."""
+    until: float | None = item.config.getoption("until")
+    if until is not None and time.time() > until:
+        pytest.skip(_REASON)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many tests of each file were left out."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    files = Counter(each.nodeid.partition("::")[0] for each in skipped if _is_late(each))
+    if not files:
+        return
+    terminalreporter.section("NOT RUN, as the time was over", yellow=True, bold=True)
+    for file, count in sorted(files.items()):
+        terminalreporter.write_line(f"{count:5}  {file}", yellow=True)
+
+
+def _is_late(report: pytest.TestReport) -> bool:
+    return isinstance(report.longrepr, tuple) and _REASON in report.longrepr[2]
