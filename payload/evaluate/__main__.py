@@ -68,7 +68,8 @@ def parser() -> CommandParser:
         "--sequence-length",
         type=_positive,
         metavar="TOKENS",
-        help="block length; a classifier truncates texts to this length. Default: for data "
+        help="block length; a classifier truncates texts to this length; not for data of --task "
+        "preference. Default: for data "
         "of --task chat, their block length; for other data, data.sequence_length of the "
         f"model's run. Without a run: {_SEQUENCE_LENGTH}, or the model's context if that is "
         "shorter; for a classifier, the model's context",
@@ -225,6 +226,11 @@ def _evaluate_pairs(
     from payload.train.ranks.multi_rank_cli import autocast, progress
 
     meta, beta = load_meta(arguments.data), beta_of(weights)
+    if arguments.sequence_length is not None:
+        raise ConfigError(
+            f"--sequence-length {arguments.sequence_length}: pairs have the length for which they "
+            f"were prepared ({arguments.data}). Leave the option out."
+        )
     pairs, values, reference = open_both(arguments.data, meta, model, dtype=arguments.dtype)
     world.join(DistributedSection())
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from payload.core.errors import ExitCode
 from payload.evaluate.__main__ import main as evaluate
 from tests.support.accelerate_state import forget_accelerate
 from tests.support.chat_data import PLAIN_TEMPLATE, conversations, make_model
@@ -50,6 +51,10 @@ def test_of_pairs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train_alone(tmp_path / "run", config, *BF16)
     forget_accelerate()
     check(tmp_path / "run", tmp_path / "data", capsys, keys=("val_loss", "margin", "chosen_reward"))
+
+    words = ["--checkpoint", str(tmp_path / "run"), "--data", str(tmp_path / "data")]
+    assert evaluate([*words, "--sequence-length", "64"], {}) == ExitCode.CONFIG
+    assert "--sequence-length 64: pairs have the length" in capsys.readouterr().err
 
 
 def test_of_conversations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
