@@ -80,7 +80,7 @@ def find_inputs(
 ) -> SourceRequest:
     """Return the request that reads the given files and folders, or one dataset on the hub.
 
-    Raises UsageError, which names `setting`, for a path that does not exist, and for a bad weight.
+    Both name `setting`: DataError for a path that does not exist, UsageError for a bad weight.
     """
     paths, _ = split_weights(given, setting=setting)
     return resolve_source(replace(options.source, inputs=paths), setting=setting)

@@ -234,7 +234,7 @@ def test_a_missing_file_is_named_without_its_weight(
         "--out",
         str(tmp_path / "o"),
     ]
-    assert main(words) == ExitCode.USAGE
+    assert main(words) == ExitCode.CONFIG
     problem = f"--input {tmp_path}/none.jsonl: file or folder not found. "
     assert problem in capsys.readouterr().err
 

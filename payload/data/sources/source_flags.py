@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from payload.core.errors import UsageError
+from payload.core.errors import DataError, UsageError
 from payload.core.regular_files import home_path
 from payload.formats.hub_names import HubName, require_one_meaning
 
@@ -57,7 +57,7 @@ class SourceRequest:
 def resolve_source(request: SourceRequest, *, setting: str = "--input") -> SourceRequest:
     """Return the request, with kind `hf` instead of `auto` if the input is a dataset on the hub.
 
-    Raises UsageError, which names `setting`, for a file or folder that does not exist.
+    Raises DataError, which names `setting`, for a file or folder that does not exist.
     """
     if request.kind != "auto" or not request.inputs:
         return request
@@ -68,14 +68,14 @@ def resolve_source(request: SourceRequest, *, setting: str = "--input") -> Sourc
         paths = [home_path(each) for each in request.inputs]
         missing = next((each for each in paths if not each.exists()), None)
         if missing is not None:
-            raise UsageError(
+            raise DataError(
                 f"{setting} {missing}: file or folder not found. Correct the path; a dataset of "
                 "the hub must be the only input."
             )
         return replace(request, inputs=tuple(map(str, paths)))
     is_path = given.startswith(("/", "./", "../", "~")) or Path(given).suffix.lower() in _SUFFIXES
     if is_path or "/" not in given or HubName.parse(given) is None:
-        raise UsageError(
+        raise DataError(
             f"{setting} {given}: file or folder not found. Correct the path, or use a dataset of "
             "the hub, OWNER/NAME."
         )
