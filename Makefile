@@ -26,7 +26,7 @@ WORKERS ?= 3
 # The same for the other tests of make test-all, which wait for machines for half of their time.
 LONG_WORKERS ?= 3
 UPGRADE ?=
-# No test starts after this time, in seconds since 1970; none = no limit.
+# None of make test-all's long tests starts after this time, in seconds since 1970; none = no limit.
 UNTIL ?=
 # A run's id, for the dashboard; none = the newest.
 RUN ?=
@@ -58,7 +58,7 @@ TEST_PACKAGES := openssh-server openssh-client debootstrap iproute2 systemd-cont
 LONG_TESTS := slow or sshd or rig or nfs
 # Their files. Each of pytest's workers would import all others too, many with transformers.
 LONG_FILES = $(shell grep -rlE 'mark\.($(subst $() or ,|,$(LONG_TESTS)))\b' tests --include='test_*.py' | sort)
-PYTEST := $(PY) -m pytest $(if $(UNTIL),--until $(UNTIL)) --no-loadscope-reorder --numprocesses
+PYTEST := $(PY) -m pytest --no-loadscope-reorder --numprocesses
 
 .PHONY: help run data test test-all test-packages test-engine test-seeds test-ipex check fix dashboard bench docs lock setup setup-run setup-ipex wheels site clean
 
@@ -89,7 +89,7 @@ test: setup  ## set up if needed, then the tests of minutes: no machines, no ser
 	$(PYTEST) $(WORKERS) -m 'not ($(LONG_TESTS) or engine or ipex or seeds)' $(ARGS)
 
 test-all: test-packages test  ## make test, then every other test that needs no cloud (as root on Debian)
-	$(PYTEST) $(LONG_WORKERS) -m '($(LONG_TESTS)) and not seeds' $(if $(filter tests/%,$(ARGS)),,$(LONG_FILES)) $(ARGS)
+	$(PYTEST) $(LONG_WORKERS) $(if $(UNTIL),--until $(UNTIL)) -m '($(LONG_TESTS)) and not seeds' $(if $(filter tests/%,$(ARGS)),,$(LONG_FILES)) $(ARGS)
 	$(MAKE) test-ipex
 
 test-packages:  ## as root on Debian or Ubuntu: install what tests start besides

@@ -109,8 +109,12 @@ def test_no_test_starts_after_the_time_and_the_files_of_those_left_out_are_liste
     code, printed = run_pytest(tmp_path, *words, str(time.time() - 1))
     assert code == 0, printed
     assert "4 skipped" in printed and not re.search(r"\d (passed|failed|error)", printed)
-    assert re.search(r"NOT RUN, as the time was over.*\s+4  test_it.py\n", printed)
+    assert re.search(r"NOT RUN, as the time was over: 4 tests .*\s+4  test_it.py\n", printed)
 
     code, printed = run_pytest(tmp_path, "-k", "test_marked", "--until", str(time.time() + 600))
     assert code == 0, printed
     assert "1 passed" in printed and "NOT RUN" not in printed
+
+    code, printed = run_pytest(tmp_path, "--until", "3900")
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert "3900 is not a time in seconds since 1970" in printed

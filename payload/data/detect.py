@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Literal
 
 from payload.core.errors import DataError, UsageError
 from payload.core.printable_text import shown
@@ -80,7 +81,8 @@ def find_inputs(
 ) -> SourceRequest:
     """Return the request that reads the given files and folders, or one dataset on the hub.
 
-    Both name `setting`: DataError for a path that does not exist, UsageError for a bad weight.
+    Raises DataError for a path that does not exist, and UsageError for a bad weight. Both messages
+    name `setting`.
     """
     paths, _ = split_weights(given, setting=setting)
     return resolve_source(replace(options.source, inputs=paths), setting=setting)
@@ -104,6 +106,8 @@ def detect_data(
                 f"{where}: plain text has no columns for --task {options.task}. Use JSON Lines, "
                 "JSON, CSV, parquet or Arrow."
             )
+        _require_no_column(options, "text_column", "plain text has no columns")
+        _require_no_column(options, "label_column", "plain text has no columns")
         return DetectedData(
             task="text",
             source="text",
@@ -133,6 +137,11 @@ def detect_data(
     task, reason = (
         (options.task, "--task selects it") if options.task else _detect_task(where, rows, options)
     )
+    unused = f"--task {task} does not read it" + ("" if options.task else f", and {reason}")
+    if task in ("chat", "preference"):
+        _require_no_column(options, "text_column", unused)
+    if task != "classify":
+        _require_no_column(options, "label_column", unused)
     text_column = label_column = None
     if task == "classify":
         text_column, label_column = labelled_columns(
@@ -165,6 +174,16 @@ def detect_data(
         ),
         forwarded=options.forwarded,
     )
+
+
+def _require_no_column(
+    options: DataOptions, name: Literal["text_column", "label_column"], problem: str
+) -> None:
+    """Raise DataError if the user chose a column that nothing would read."""
+    value: str | None = getattr(options, name)
+    if value is not None:
+        flag = f"--{name.replace('_', '-')}"
+        raise DataError(f"{flag} {value}: {problem}. Leave {flag} out, or choose another --task.")
 
 
 def _first_rows(source: Rows, request: SourceRequest) -> tuple[Row, ...]:
@@ -210,6 +229,8 @@ def _detect_task(where: str, rows: Sequence[Row], options: DataOptions) -> tuple
     """Detect the task from the names of the columns; return it with the reason."""
     first = rows[0].values
     columns = list(first)
+    if options.label_column is not None:
+        return "classify", "--label-column selects it"
     for names in (ANSWERS, OPENAI_ANSWERS):
         if all(name in columns for name in names):
             return "preference", f"its rows have the columns {_listed(names)}"

@@ -78,7 +78,8 @@ def parser() -> CommandParser:
         "--max-tokens",
         type=_positive,
         metavar="TOKENS",
-        help="evaluate at most this many tokens, in whole blocks (default: all tokens)",
+        help="evaluate at most this many tokens, in whole blocks. Of texts with labels and of "
+        "pairs: the first ones that have this many tokens together (default: all tokens)",
     )
     made.add_argument(
         "--dtype",
@@ -109,9 +110,15 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
     from payload.train.models.loading import load_unmerged
     from payload.train.models.lora import cast_base_to_fp32
 
+    meta = load_meta(arguments.data)
+    if meta.task == "preference" and arguments.sequence_length is not None:
+        raise ConfigError(
+            f"--sequence-length {arguments.sequence_length}: pairs have the length for which they "
+            f"were prepared ({arguments.data}). Leave the option out."
+        )
     folder = checkpoint_folder(arguments.checkpoint)
     require_same_tokens(
-        load_meta(arguments.data),
+        meta,
         data=arguments.data,
         folder=tokenizer_folder(folder),
         init=arguments.checkpoint,
@@ -123,7 +130,7 @@ def _evaluate(arguments: argparse.Namespace, world: World) -> None:
     if isinstance(model, Classifier):
         _evaluate_classifier(arguments, world, model, weights=folder)
         return
-    if load_meta(arguments.data).task == "preference":
+    if meta.task == "preference":
         _evaluate_pairs(arguments, world, model, weights=folder)
         return
     context = model.spec.context()
@@ -189,7 +196,8 @@ def _evaluate_classifier(
     from payload.train.ranks.multi_rank_cli import autocast, progress
 
     meta = load_meta(arguments.data)
-    length = arguments.sequence_length or trained_length(weights)
+    trained = trained_length(weights)
+    length = arguments.sequence_length or trained or model.spec.context()
     texts = open_texts(arguments.data, meta, model, sequence_length=length)
     world.join(DistributedSection())
     try:
@@ -208,11 +216,13 @@ def _evaluate_classifier(
         return
     if arguments.json:
         names = {"checkpoint": str(weights), "data": str(arguments.data)}
-        ran = {"dtype": arguments.dtype, "world_size": world.world_size}
+        lengths = {"sequence_length": length, "trained_sequence_length": trained}
+        ran = {**lengths, "dtype": arguments.dtype, "world_size": world.world_size}
         print(as_json(result, model.labels, **names, **ran), flush=True)
         return
     print(f"checkpoint  {shown_name(str(weights))}")
-    lines = as_text(result, model.labels) + different_settings(weights, dtype=arguments.dtype)
+    lines = as_text(result, model.labels, sequence_length=length)
+    lines += different_settings(weights, dtype=arguments.dtype, length=length)
     print(printable("\n".join(lines)))
 
 
@@ -226,11 +236,6 @@ def _evaluate_pairs(
     from payload.train.ranks.multi_rank_cli import autocast, progress
 
     meta, beta = load_meta(arguments.data), beta_of(weights)
-    if arguments.sequence_length is not None:
-        raise ConfigError(
-            f"--sequence-length {arguments.sequence_length}: pairs have the length for which they "
-            f"were prepared ({arguments.data}). Leave the option out."
-        )
     pairs, values, reference = open_both(arguments.data, meta, model, dtype=arguments.dtype)
     world.join(DistributedSection())
     try:

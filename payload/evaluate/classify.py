@@ -24,7 +24,7 @@ _BATCH_TEXTS = 32
 
 
 def open_texts(
-    folder: Path, meta: DataMeta, model: Classifier, *, sequence_length: int | None
+    folder: Path, meta: DataMeta, model: Classifier, *, sequence_length: int
 ) -> LabelledTexts:
     """Return the validation texts. Raises DataError, and ConfigError if the length is too large."""
     if meta.classify is None:
@@ -39,13 +39,12 @@ def open_texts(
             "same labels."
         )
     context = model.spec.context()
-    if sequence_length is not None and sequence_length > context:
+    if sequence_length > context:
         raise ConfigError(
             f"--sequence-length {sequence_length}: the model's context is {context} tokens. Use at "
             f"most {context}."
         )
-    length = sequence_length or context
-    texts = open_labelled(folder / VAL_NAME, meta=meta, sequence_length=length)
+    texts = open_labelled(folder / VAL_NAME, meta=meta, sequence_length=sequence_length)
     # The model finds the end of a text by the model's padding token.
     return replace(texts, pad_token=model.pad_token)
 
@@ -87,10 +86,11 @@ def as_json(result: ClassMetrics, labels: tuple[str, ...], **more: object) -> st
     return json.dumps({**more, **row})
 
 
-def as_text(result: ClassMetrics, labels: tuple[str, ...]) -> list[str]:
+def as_text(result: ClassMetrics, labels: tuple[str, ...], *, sequence_length: int) -> list[str]:
     """Return the result as text: overall metrics, then a row for each label."""
     lines = [
-        f"texts       {result.val_texts:,} of the validation set",
+        f"texts       {result.val_texts:,} of the validation set, at most "
+        f"{sequence_length:,} tokens of each",
         f"loss        {result.val_loss:.6f} nats a text",
         f"accuracy    {result.val_accuracy:.2%}",
         f"macro F1    {result.val_f1:.4f}",

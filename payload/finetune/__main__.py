@@ -130,7 +130,7 @@ def _finetune(arguments: argparse.Namespace) -> int:
         rendering=arguments,
         out=out,
         steps=arguments.steps,
-        overrides=(*arguments.overrides, *_sequence_length(arguments)),
+        overrides=_overrides(arguments),
         run_arguments=_run_arguments(arguments),
         wants_samples=not arguments.no_samples,
     )
@@ -243,9 +243,23 @@ def _skipped_rows(folder: Path) -> bool:
         return False
 
 
-def _sequence_length(arguments: argparse.Namespace) -> tuple[str, ...]:
+def _overrides(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return the user's settings. Raises ConfigError for a setting with two values."""
     length = arguments.sequence_length
-    return () if length is None else (f"data.sequence_length={length}",)
+    for flag, key, value in (
+        ("--steps", "train.steps", arguments.steps),
+        ("--sequence-length", "data.sequence_length", length),
+    ):
+        for override in arguments.overrides:
+            name = ".".join(part.strip() for part in override.partition("=")[0].split("."))
+            if value is not None and name == key:
+                raise ConfigError(
+                    f"{flag} {value} and --set {override}: both set {key}. Leave one out."
+                )
+    return (
+        *arguments.overrides,
+        *(() if length is None else (f"data.sequence_length={length}",)),
+    )
 
 
 def _run_arguments(arguments: argparse.Namespace) -> tuple[str, ...]:

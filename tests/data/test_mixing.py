@@ -237,6 +237,8 @@ def test_a_missing_file_is_named_without_its_weight(
     assert main(words) == ExitCode.CONFIG
     problem = f"--input {tmp_path}/none.jsonl: file or folder not found. "
     assert problem in capsys.readouterr().err
+    assert main(["prepare", "--input", "none.jsonl", "--out", "o"]) == ExitCode.CONFIG
+    assert "--input none.jsonl: file or folder not found. " in capsys.readouterr().err
 
 
 def test_a_weight_that_takes_no_row_and_a_file_with_two_weights_are_refused(

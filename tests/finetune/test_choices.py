@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -41,6 +42,15 @@ def test_little_plain_text_gets_shorter_sequences() -> None:
     assert sequence_length("text", [], tokens=10**7, context=8192)[0] == 1024
     assert sequence_length("text", [], tokens=20_000, context=8192)[0] == 256
     assert sequence_length("text", [], tokens=10, context=8192)[0] == 64
+
+
+CHAT_ROW = json.dumps(
+    {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "text": "a",
+        "label": "x",
+    }
+)
 
 
 @pytest.mark.parametrize("sequences", [1, 5, 40, 400, 8000, 10**6])
@@ -257,6 +267,27 @@ def test_files_and_folders_are_known_by_their_names(tmp_path: Path) -> None:
             DataOptions(),
             "no text column found in the columns 'a', 'b', 'label'. Choose one with --text-column",
         ),
+        (
+            "x.jsonl",
+            CHAT_ROW,
+            DataOptions(text_column="nope"),
+            "--text-column nope: --task chat does not read it, and its rows have the column "
+            "'messages'. Leave --text-column out, or choose another --task",
+        ),
+        (
+            "x.jsonl",
+            CHAT_ROW,
+            DataOptions(task="chat", label_column="label"),
+            "--label-column label: --task chat does not read it. Leave --label-column out",
+        ),
+        (
+            "x.csv",
+            "text,label\na,1",
+            DataOptions(task="text", label_column="label"),
+            "--label-column label: --task text does not read it. Leave --label-column out",
+        ),
+        ("x.txt", "words", DataOptions(text_column="a"), "--text-column a: plain text has no"),
+        ("x.txt", "words", DataOptions(label_column="a"), "--label-column a: plain text has no"),
     ],
 )
 def test_unsupported_data_is_one_line_with_a_fix(
@@ -266,6 +297,14 @@ def test_unsupported_data_is_one_line_with_a_fix(
     with pytest.raises(DataError) as caught:
         detect_data([str(tmp_path / name)], asked)
     assert problem in str(caught.value)
+
+
+def test_a_label_column_selects_the_task_of_labelled_texts(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(CHAT_ROW)
+    found = detect_data([str(path)], DataOptions(text_column="text", label_column="label"))
+    assert (found.task, found.reason) == ("classify", "--label-column selects it")
+    assert (found.text_column, found.label_column) == ("text", "label")
 
 
 def test_a_path_that_is_not_there_is_no_name_on_the_hub() -> None:

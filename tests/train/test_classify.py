@@ -347,10 +347,10 @@ def test_a_classifier_is_evaluated_only_on_texts_with_its_labels(trained: Path, 
     assert meta.classify is not None
     others = replace(meta, classify=replace(meta.classify, labels=("x", "y", "z")))
     with pytest.raises(DataError, match="its labels are x, y, z, but the classifier has"):
-        open_texts(data, others, model, sequence_length=None)
+        open_texts(data, others, model, sequence_length=16)
     chats = replace(meta, task="chat", classify=None)
     with pytest.raises(DataError, match="prepared with --task chat, but the model is a classifier"):
-        open_texts(data, chats, model, sequence_length=None)
+        open_texts(data, chats, model, sequence_length=16)
 
 
 def with_padding(data: Path, pad_token: int) -> DataMeta:
