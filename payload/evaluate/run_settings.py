@@ -23,7 +23,7 @@ def different_settings(checkpoint: Path, *, dtype: Dtype, length: int | None = N
     """Return a line with the options of the run's own evaluations, or [] if the options are the
     same.
 
-    `length` is the length of blocks, or the length at which texts are cut. It is None for pairs.
+    `length` is the length of blocks or the length at which texts are cut, and None for pairs.
     """
     options = []
     run_length, run_dtype = trained_length(checkpoint), checkpoint_dtype(checkpoint)
