@@ -6,11 +6,12 @@ import os
 import select
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.launching import PYTHON, rank_env
+from tests.support.launching import PYTHON, REPO, rank_env
 from tests.support.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.processes
@@ -26,6 +27,23 @@ signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
 print(os.getpid(), flush=True)
 while True:
     signal.pause()
+"""
+# As on a busy machine: the client only runs again after the program's end.
+_CLIENT_IS_SLOW = """
+import select, socket
+from tests.support import forked
+
+send_fds = socket.send_fds
+
+def send(server, *arguments):
+    sent = send_fds(server, *arguments)
+    poll = select.poll()
+    poll.register(server, 0)  # always reports a hang-up
+    poll.poll()
+    return sent
+
+socket.send_fds = send
+forked.main()
 """
 
 
@@ -46,6 +64,21 @@ def test_it_has_the_arguments_variables_folder_and_streams_it_was_given(
     )
     assert done.stdout == f"['-x', 'é'] {tmp_path} a b line {has_torch}\n"
     assert (done.stderr, done.returncode) == ("the end\n", 1)
+
+
+def test_a_program_may_end_before_its_client_runs_again(tmp_path: Path) -> None:
+    program = tmp_path / "short.py"
+    program.write_text("print('short')\nraise SystemExit(3)\n")
+    done = subprocess.run(
+        [sys.executable, "-c", _CLIENT_IS_SLOW, str(program)],
+        cwd=REPO,
+        env=rank_env(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("short\n", "", 3)
 
 
 def test_an_error_is_a_traceback_and_exit_code_1(tmp_path: Path) -> None:

@@ -240,7 +240,9 @@ class Engine:
 
         self.cloud.before_each = hold
         while not is_building.wait(0.05):
-            assert process.poll() is None, "the command ended before it built anything"
+            if process.poll() is not None:
+                log = (self.folder / STARTED_LOG).read_text(encoding="utf-8", errors="replace")
+                raise AssertionError(f"the command ended before it built anything:\n{log}")
         kill_session(process.pid)
         is_killed.set()  # an engine in another session ends when its request is answered
         self.kill(process)

@@ -48,7 +48,9 @@ def main() -> None:
     request["group"] = group
     line = f"{json.dumps(request)}\n".encode()
     sent = socket.send_fds(server, [line], [0, 1, 2])
-    server.sendall(line[sent:])
+    if sent < len(line):
+        # Not with an empty rest: a short program may have ended by now, and the server hung up.
+        server.sendall(line[sent:])
 
     def pass_on(number: int, _: object) -> None:
         with contextlib.suppress(OSError):  # the fork has ended
