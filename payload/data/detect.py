@@ -106,8 +106,10 @@ def detect_data(
                 f"{where}: plain text has no columns for --task {options.task}. Use JSON Lines, "
                 "JSON, CSV, parquet or Arrow."
             )
-        _require_no_column(options, "text_column", "plain text has no columns")
-        _require_no_column(options, "label_column", "plain text has no columns")
+        plain = "plain text has no columns"
+        other = "use JSON Lines, JSON, CSV, parquet or Arrow"
+        _require_no_column(options, "text_column", plain, other)
+        _require_no_column(options, "label_column", plain, other)
         return DetectedData(
             task="text",
             source="text",
@@ -137,11 +139,12 @@ def detect_data(
     task, reason = (
         (options.task, "--task selects it") if options.task else _detect_task(where, rows, options)
     )
-    unused = f"--task {task} does not read it" + ("" if options.task else f", and {reason}")
+    detected = "" if options.task else f" (chosen because {reason})"
+    unused = f"--task {task}{detected} does not read this column"
     if task in ("chat", "preference"):
-        _require_no_column(options, "text_column", unused)
+        _require_no_column(options, "text_column", unused, "choose another --task")
     if task != "classify":
-        _require_no_column(options, "label_column", unused)
+        _require_no_column(options, "label_column", unused, "choose another --task")
     text_column = label_column = None
     if task == "classify":
         text_column, label_column = labelled_columns(
@@ -177,13 +180,13 @@ def detect_data(
 
 
 def _require_no_column(
-    options: DataOptions, name: Literal["text_column", "label_column"], problem: str
+    options: DataOptions, name: Literal["text_column", "label_column"], problem: str, other: str
 ) -> None:
-    """Raise DataError if the user chose a column that nothing would read."""
+    """Raise DataError if the user chose a column that is not read; `other` is another fix."""
     value: str | None = getattr(options, name)
     if value is not None:
         flag = f"--{name.replace('_', '-')}"
-        raise DataError(f"{flag} {value}: {problem}. Leave {flag} out, or choose another --task.")
+        raise DataError(f"{flag} {value}: {problem}. Leave {flag} out, or {other}.")
 
 
 def _first_rows(source: Rows, request: SourceRequest) -> tuple[Row, ...]:

@@ -79,7 +79,7 @@ def parser() -> CommandParser:
         type=_positive,
         metavar="TOKENS",
         help="evaluate at most this many tokens, in whole blocks. Of texts with labels and of "
-        "pairs: the first ones that have this many tokens together (default: all tokens)",
+        "pairs: the first ones, until they have at least this many (default: all tokens)",
     )
     made.add_argument(
         "--dtype",

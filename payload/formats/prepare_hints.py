@@ -50,7 +50,7 @@ def _how_to_make(folder: Path) -> str:
 def _how_to_prepare(given: Path) -> str:
     """Return a sentence with the command that prepares texts in `given` into a new folder."""
     name = given.stem if given.is_file() else given.name
-    out = str(given.with_name(f"{name or 'my'}-tokens"))
+    out = str(given.parent / f"{name or 'my'}-tokens")
     kind = _KINDS.get(given.suffix, "text")
     prepare = _prepare(kind, "--input", str(given), "--out", out)
     return (

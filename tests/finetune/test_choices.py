@@ -271,20 +271,20 @@ def test_files_and_folders_are_known_by_their_names(tmp_path: Path) -> None:
             "x.jsonl",
             CHAT_ROW,
             DataOptions(text_column="nope"),
-            "--text-column nope: --task chat does not read it, and its rows have the column "
-            "'messages'. Leave --text-column out, or choose another --task",
+            "--text-column nope: --task chat (chosen because its rows have the column 'messages') "
+            "does not read this column. Leave --text-column out, or choose another --task.",
         ),
         (
             "x.jsonl",
             CHAT_ROW,
             DataOptions(task="chat", label_column="label"),
-            "--label-column label: --task chat does not read it. Leave --label-column out",
+            "--label-column label: --task chat does not read this column. Leave --label-column out",
         ),
         (
             "x.csv",
             "text,label\na,1",
             DataOptions(task="text", label_column="label"),
-            "--label-column label: --task text does not read it. Leave --label-column out",
+            "--label-column label: --task text does not read this column. Leave --label-column out",
         ),
         ("x.txt", "words", DataOptions(text_column="a"), "--text-column a: plain text has no"),
         ("x.txt", "words", DataOptions(label_column="a"), "--label-column a: plain text has no"),
@@ -297,6 +297,17 @@ def test_unsupported_data_is_one_line_with_a_fix(
     with pytest.raises(DataError) as caught:
         detect_data([str(tmp_path / name)], asked)
     assert problem in str(caught.value)
+
+
+def test_a_table_beside_plain_text_is_refused_unless_a_folder_has_both(tmp_path: Path) -> None:
+    folder = tmp_path / "both"
+    folder.mkdir()
+    (folder / "a.csv").write_text("text,label\na,1")
+    (folder / "b.txt").write_text("words")
+    files = [str(folder / name) for name in ("a.csv", "b.txt")]
+    with pytest.raises(DataError, match=r"b.txt is plain text, but .*a.csv has rows \(csv\)"):
+        detect_data(files, DataOptions())
+    assert detect_data([str(folder)], DataOptions()).reason == "it is plain text"
 
 
 def test_a_label_column_selects_the_task_of_labelled_texts(tmp_path: Path) -> None:

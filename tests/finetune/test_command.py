@@ -433,7 +433,10 @@ def test_a_signal_reaches_the_run_and_its_exit_code_is_the_command_s(
             ("--data", "chats.jsonl", "--sequence-length", "8", "--set", "data.sequence_length=9"),
             "both set data.sequence_length. Leave one out.",
         ),
-        (("--data", "chats.jsonl", "--text-column", "x"), "--text-column x: --task chat does not"),
+        (
+            ("--data", "chats.jsonl", "--text-column", "x"),
+            "--text-column x: --task chat",
+        ),
         (("--data", "chats.jsonl", "--set", "adapter.rank=4096"), "above the width"),
         (("--data", "chats.jsonl", "--set", "data.sequence_length=9999"), "positions of"),
         (("--data", "chats.jsonl", "--set", "batch.global_batch_size=0"), "must be at least 1"),

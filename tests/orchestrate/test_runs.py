@@ -282,6 +282,17 @@ def test_no_command_is_suggested_that_writes_where_the_users_own_texts_are(
     assert "does not exist" not in str(raised.value)
 
 
+@pytest.mark.parametrize("name", [".", "..", "/"])
+def test_a_folder_without_a_name_of_its_own_is_no_data_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "inner").mkdir()
+    one_text(tmp_path / "inner")
+    monkeypatch.chdir(tmp_path / "inner")
+    with pytest.raises(DataError, match="it is not a data folder"):
+        load_meta(Path(name))
+
+
 def test_missing_data_and_short_data_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         check_data(tmp_path / "none", sequence_length=10)

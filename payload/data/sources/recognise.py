@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from payload.core.errors import DataError
 from payload.data.sources.file_format import ROW_KINDS, FileKind, detect_format
 from payload.data.sources.split_files import split_files
 from payload.data.sources.text_files import BACKUPS, find_files
@@ -18,8 +19,10 @@ _ABOUT_DATA = ("readme", "license", "licence", "changelog", "citation", ".gitatt
 def file_kinds(inputs: Sequence[str], glob: str | None) -> tuple[list[Path], set[FileKind]]:
     """Return the files to read from the inputs, and the kinds of these files.
 
-    Files that describe the data, such as README.md, are left out if other files have rows. Raises
-    DataError.
+    Files that describe the data, such as README.md, are left out if other files have rows.
+
+    Raises DataError, also if the inputs are files of which only some have rows: as plain text, the
+    others would keep their headers and commas.
     """
     found = find_files(
         [Path(each) for each in inputs], glob=glob or "*", leave_out=() if glob else BACKUPS
@@ -34,6 +37,13 @@ def file_kinds(inputs: Sequence[str], glob: str | None) -> tuple[list[Path], set
     if has_rows:
         found = [path for path in found if path not in about]
         kinds = {path: kind for path, kind in kinds.items() if path not in about}
+    rows = [path for path, kind in kinds.items() if kind in ROW_KINDS]
+    texts = [path for path, kind in kinds.items() if kind not in ROW_KINDS]
+    if rows and texts and kinds.keys() <= {Path(each) for each in inputs}:
+        raise DataError(
+            f"{texts[0]} is plain text, but {rows[0]} has rows ({kinds[rows[0]]}). Use files of "
+            "one kind."
+        )
     return found, set(kinds.values())
 
 
