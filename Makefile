@@ -26,8 +26,6 @@ WORKERS ?= 3
 # The same for the other tests of make test-all, which wait for machines for half of their time.
 LONG_WORKERS ?= 3
 UPGRADE ?=
-# None of make test-all's long tests starts after this time, in seconds since 1970; none = no limit.
-UNTIL ?=
 # A run's id, for the dashboard; none = the newest.
 RUN ?=
 # One of benchmarks by its file's name, as in BENCH=step; none = the short set.
@@ -89,7 +87,7 @@ test: setup  ## set up if needed, then the tests of minutes: no machines, no ser
 	$(PYTEST) $(WORKERS) -m 'not ($(LONG_TESTS) or engine or ipex or seeds)' $(ARGS)
 
 test-all: test-packages test  ## make test, then every other test that needs no cloud (as root on Debian)
-	$(PYTEST) $(LONG_WORKERS) $(if $(UNTIL),--until $(UNTIL)) -m '($(LONG_TESTS)) and not seeds' $(if $(filter tests/%,$(ARGS)),,$(LONG_FILES)) $(ARGS)
+	$(PYTEST) $(LONG_WORKERS) -m '($(LONG_TESTS)) and not seeds' $(if $(filter tests/%,$(ARGS)),,$(LONG_FILES)) $(ARGS)
 	$(MAKE) test-ipex
 
 test-packages:  ## as root on Debian or Ubuntu: install what tests start besides

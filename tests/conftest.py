@@ -16,14 +16,7 @@ from typing import Any
 import pytest
 
 from payload.machines.core_speed import has_bf16
-from tests.support import (
-    fork_server,
-    groups,
-    started_processes,
-    stress,
-    time_limit,
-    timed_groups,
-)
+from tests.support import fork_server, groups, started_processes, stress, timed_groups
 from tests.support.accelerate_state import forget_accelerate
 from tests.support.data_folders import make_data_folder
 from tests.support.launching import TINY_RUN
@@ -110,9 +103,8 @@ def no_collection() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--stress` and `--until`."""
+    """Add `--stress`."""
     stress.add_options(parser)
-    time_limit.add_options(parser)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -121,7 +113,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Background processes of a shell ignore Ctrl-C, and so do their children.
     """
-    for plugin in (groups, started_processes, stress, time_limit, timed_groups):
+    for plugin in (groups, started_processes, stress, timed_groups):
         config.pluginmanager.register(plugin)
     use_memory()
     use_own_state()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -40,12 +39,9 @@ def ci(clone: Path, *, fails: str = "") -> int:
 
 
 def test_the_engine_s_environment_goes_when_this_run_has_made_it(tmp_path: Path) -> None:
-    began = time.time()
     assert ci(tmp_path) == 0
     first, *middle, last = (tmp_path / "asked").read_text(encoding="ascii").splitlines()
-    last, until = last.split(" UNTIL=")
     assert (first, last) == ("test-packages", "test-all")
-    assert int(until) > began + 3600
     assert sorted(middle) == ["check", "setup-ipex"]
     assert not (tmp_path / ".venv-ipex").exists()
 

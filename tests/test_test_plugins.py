@@ -1,11 +1,10 @@
-"""The plugins of tests/conftest.py: stressed tests, marked processes, times, a time limit."""
+"""The plugins of tests/conftest.py: stressed tests, marked processes, times of groups."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,15 @@ from tests.support.launching import REPO
 pytestmark = pytest.mark.processes
 
 _CONFTEST = """
-from tests.support import started_processes, stress, time_limit, timed_groups
+from tests.support import started_processes, stress, timed_groups
 
 def pytest_addoption(parser):
     stress.add_options(parser)
-    time_limit.add_options(parser)
 
 def pytest_configure(config):
     for name in (*started_processes.MARKERS, "slow"):
         config.addinivalue_line("markers", name)
-    for plugin in (started_processes, stress, time_limit, timed_groups):
+    for plugin in (started_processes, stress, timed_groups):
         config.pluginmanager.register(plugin)
 """
 
@@ -100,21 +98,3 @@ def test_a_stressed_test_runs_several_times_with_fresh_fixtures_under_load(tmp_p
     # pytest's own children are the load: one per core.
     loads = (tmp_path / "loads").read_text(encoding="ascii").split()
     assert len(loads) == 3 and set(loads) == {loads[0]} and int(loads[0]) >= 1
-
-
-def test_no_test_starts_after_the_time_and_the_files_of_those_left_out_are_listed(
-    tmp_path: Path,
-) -> None:
-    words = ("-k", "marked or with_a_fixture", "--until")
-    code, printed = run_pytest(tmp_path, *words, str(time.time() - 1))
-    assert code == 0, printed
-    assert "4 skipped" in printed and not re.search(r"\d (passed|failed|error)", printed)
-    assert re.search(r"NOT RUN, as the time was over: 4 tests .*\s+4  test_it.py\n", printed)
-
-    code, printed = run_pytest(tmp_path, "-k", "test_marked", "--until", str(time.time() + 600))
-    assert code == 0, printed
-    assert "1 passed" in printed and "NOT RUN" not in printed
-
-    code, printed = run_pytest(tmp_path, "--until", "3900")
-    assert code == pytest.ExitCode.USAGE_ERROR
-    assert "3900 is not a time in seconds since 1970" in printed

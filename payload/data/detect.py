@@ -32,6 +32,7 @@ from payload.data.sources.split_columns import split_of_row
 _SAMPLE = 2000
 """Number of rows that are read to detect the format."""
 _COLUMNS_SHOWN = 8
+_WITH_COLUMNS = "JSON Lines, JSON, CSV, parquet or Arrow"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +104,10 @@ def detect_data(
     if request.kind == "auto" and not has_rows(file_kinds(request.inputs, request.glob)[1]):
         if options.task not in (None, "text"):
             raise DataError(
-                f"{where}: plain text has no columns for --task {options.task}. Use JSON Lines, "
-                "JSON, CSV, parquet or Arrow."
+                f"{where}: plain text has no columns for --task {options.task}. Use {_WITH_COLUMNS}."
             )
         plain = "plain text has no columns"
-        other = "use JSON Lines, JSON, CSV, parquet or Arrow"
+        other = f"use {_WITH_COLUMNS}"
         _require_no_column(options, "text_column", plain, other)
         _require_no_column(options, "label_column", plain, other)
         return DetectedData(
