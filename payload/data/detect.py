@@ -104,7 +104,8 @@ def detect_data(
     if request.kind == "auto" and not has_rows(file_kinds(request.inputs, request.glob)[1]):
         if options.task not in (None, "text"):
             raise DataError(
-                f"{where}: plain text has no columns for --task {options.task}. Use {_WITH_COLUMNS}."
+                f"{where}: plain text has no columns for --task {options.task}. "
+                f"Use {_WITH_COLUMNS}."
             )
         plain = "plain text has no columns"
         other = f"use {_WITH_COLUMNS}"
