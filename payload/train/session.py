@@ -30,7 +30,9 @@ from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import ensure_identity
 from payload.train.estimate_text import predict
 from payload.train.gemm_and_network_benchmark import Calibration, calibrate
+from payload.train.models.attention import attends_by_document
 from payload.train.models.base import CausalLM
+from payload.train.models.chunked_loss import ChunkedLoss
 from payload.train.models.float8 import convert_linears
 from payload.train.models.lora import cast_base_to_bf16, cast_base_to_fp32
 from payload.train.optimizer_state import restore_optimizer
@@ -270,7 +272,8 @@ def _assemble(
     engine = config.used_engine()
     if not world.is_cpu:
         start.model.to(world.device)
-        start.model.chunks_loss = True
+        start.model.chunked_loss = ChunkedLoss(compiles=engine.compile)
+        start.model.attends_by_document = attends_by_document()
         log.info(f"device    {world.device}: without the project's kernels, which need a CPU")
         engine = replace(engine, kernels="off")
     if calibration.dtype == "bf16":

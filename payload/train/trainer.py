@@ -16,7 +16,7 @@ from payload.core.errors import TrainingError
 from payload.data.reading.blocks import BlockOrder, Indices
 from payload.estimates.compute_time import mfu
 from payload.formats.data_folder import TRAIN_NAME
-from payload.run_record.metrics_log import RankTimes, StepMetrics, read_val_losses
+from payload.run_record.metrics_log import StepMetrics, read_val_losses
 from payload.train.checkpoints.checkpoint import TrainerState
 from payload.train.checkpoints.saving import Saving
 from payload.train.models.stage import Stage
@@ -25,6 +25,7 @@ from payload.train.parts import TrainContext
 from payload.train.profile import profiled
 from payload.train.rank_metrics_and_heartbeat import rss_bytes, versions
 from payload.train.step_clock import StepClock
+from payload.train.step_results import StepResults, begin_results
 from payload.train.strategies.pipeline import run_schedule, schedule_order
 from payload.train.tasks.evaluate import EvalPass
 
@@ -59,6 +60,21 @@ class _StepResult:
     """Seconds spent waiting for gradients."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnreadStep:
+    """A step whose results the host has not read."""
+
+    step: int
+    started_s: float
+    """When the step began, in seconds of `time.perf_counter`."""
+    tokens: int
+    """Tokens of the run so far."""
+    lr: float
+    data_time_s: float
+    passes: _StepResult
+    results: Callable[[], StepResults]
+
+
 class Trainer:
     """Trains from a new or saved state to `train.steps`, or until a stop is requested."""
 
@@ -77,6 +93,8 @@ class Trainer:
         self._saved_step = start.step if start else -1
         self._checked_step = -1
         self._mfu_missed = False
+        self._unread: _UnreadStep | None = None
+        self._read_s = 0.0
         self._clock = StepClock(rank=context.world.rank, world_size=context.world.world_size)
         self._wall_before_s = start.wall_s if start else 0.0
         self._started_s = time.perf_counter()
@@ -116,6 +134,8 @@ class Trainer:
             self._report_step(0)
             with self._profiling():
                 stopping = self._train_step()
+            if stopping or self._needs_results():
+                stopping = self._read_newest() or stopping
             last = stopping or self._step == train.steps
             save = last or _due(self._step, train.checkpoint_every)
             if save or _due(self._step, train.sync_check_every):
@@ -129,6 +149,12 @@ class Trainer:
         self._checkpoint()
         self._saving.finish()
         return Outcome(step=self._step, stopped=stopping)
+
+    def _needs_results(self) -> bool:
+        """Return whether anything but a step follows; it needs this step's results."""
+        train, step = self._context.config.train, self._step
+        every = train.checkpoint_every, train.sync_check_every, train.eval_every
+        return step == train.steps or any(_due(step, each) for each in every)
 
     def _profiling(self) -> AbstractContextManager[None]:
         """Return a profiler if the config selects the next step and this rank."""
@@ -175,7 +201,9 @@ class Trainer:
     def _train_step(self) -> bool:
         """Train one step; return whether to stop.
 
-        A stop request before the update skips the update.
+        A stop request before the update skips the update. If the device computes while the host
+        goes on, the results of this step are read after the next step has been queued, so that the
+        device never waits for the host.
         """
         context, started_s = self._context, time.perf_counter()
         lr = lr_at(self._step, context.config)
@@ -184,7 +212,7 @@ class Trainer:
         if passes is None:
             context.optimizers.zero_grad()
             return True
-        grad_norm = self._clip()
+        grad_norm = context.optimizers.clip(context.config.optimizer.grad_clip or math.inf)
         data_time_s = self._clock.seconds("data")
         with self._clock.of("checkpoint"):
             self._saving.before_update()
@@ -192,29 +220,68 @@ class Trainer:
         self._report_step(self._accumulation)
         context.observer.before_update(self._step)
         context.optimizers.step()
-        mean_loss, stopping, rank_times, sums, experts = self._agree(passes.loss)
         self._step += 1
         self._next_sample += self._batch.global_batch_size
         self._tokens += passes.tokens
-        self._require_finite(loss=mean_loss, gradient_norm=grad_norm)
-        step_time_s = time.perf_counter() - started_s
-        row = StepMetrics(
+        earlier = self._unread
+        self._unread = _UnreadStep(
             step=self._step,
+            started_s=started_s,
             tokens=self._tokens,
-            loss=mean_loss,
             lr=lr,
-            grad_norm=grad_norm,
-            step_time_s=step_time_s,
-            tokens_per_s=passes.tokens / step_time_s,
-            mfu=self._mfu(passes.tokens / step_time_s),
             data_time_s=data_time_s,
-            sync_time_s=passes.sync_time_s,
+            passes=passes,
+            results=self._begin_results(passes.loss, grad_norm),
+        )
+        if context.world.queues_work():
+            return earlier is not None and self._read(earlier)
+        return self._read_newest()
+
+    def _begin_results(self, loss: torch.Tensor, norm: torch.Tensor) -> Callable[[], StepResults]:
+        context = self._context
+        return begin_results(
+            context.world,
+            loss=loss if context.strategy.has_results() else torch.zeros_like(loss),
+            gradient_norm=norm,
+            stop_requested=context.stop_requested(),
+            seconds=self._clock.take(),
+            loss_sums=context.task.loss.take_sums(),
+            expert_tokens=context.model.take_expert_tokens(),
+        )
+
+    def _read_newest(self) -> bool:
+        """Check and record the newest step, if that has not been done; return whether to stop."""
+        unread, self._unread = self._unread, None
+        return unread is not None and self._read(unread)
+
+    def _read(self, unread: _UnreadStep) -> bool:
+        """Check and record a step; return whether to stop."""
+        context, found = self._context, unread.results()
+        mean_loss = found.loss / context.strategy.mesh.data_ranks
+        self._require_finite(unread.step, loss=mean_loss, gradient_norm=found.gradient_norm)
+        # On a GPU, a step begins on the host before the device has completed the one before.
+        now_s = time.perf_counter()
+        step_time_s = now_s - max(unread.started_s, self._read_s)
+        self._read_s = now_s
+        tokens, experts = unread.passes.tokens, found.expert_tokens
+        row = StepMetrics(
+            step=unread.step,
+            tokens=unread.tokens,
+            loss=mean_loss,
+            lr=unread.lr,
+            grad_norm=found.gradient_norm,
+            step_time_s=step_time_s,
+            tokens_per_s=tokens / step_time_s,
+            mfu=self._mfu(tokens / step_time_s),
+            data_time_s=unread.data_time_s,
+            sync_time_s=unread.passes.sync_time_s,
             rss_bytes=rss_bytes(),
-            ranks=rank_times,
+            ranks=self._clock.add_step(found.seconds),
             idle_experts=int((experts == 0).sum()) if len(experts) else None,
         )
-        self._record(context.task.loss.step_row(row, sums, samples=self._batch.global_batch_size))
-        return stopping
+        samples = self._batch.global_batch_size
+        self._record(context.task.loss.step_row(row, found.loss_sums, samples=samples))
+        return found.stop_requests > 0
 
     def _accumulate_gradients(self) -> _StepResult | None:
         """Run all micro-batches of a step; ranks exchange gradients only in the last micro-batch.
@@ -239,7 +306,7 @@ class Trainer:
                 self._seed_masks(micro_step)
             last = micro_step == self._accumulation - 1
             with clock.of("forward"):
-                loss = context.trained(*(each.to(context.world.device) for each in batch.inputs))
+                loss = context.trained(*context.model.sent(batch.inputs, context.world.send))
             if last:
                 context.strategy.begin(batch.tokens)
             divisor = step_weight / batch.weight
@@ -326,40 +393,13 @@ class Trainer:
             (self._context.config.run.seed * 1_000_003 + first) ^ (stage << _STAGE_BIT)
         )
 
-    def _clip(self) -> float:
-        """Clip the gradients; return their norm before clipping."""
-        return self._context.optimizers.clip(self._context.config.optimizer.grad_clip or math.inf)
-
-    def _agree(
-        self, loss: torch.Tensor
-    ) -> tuple[float, bool, RankTimes | None, torch.Tensor, torch.Tensor]:
-        """Return the mean loss, whether to stop, the ranks' times, the loss's sums and the tokens
-        of each expert; all are equal on all ranks."""
-        world, strategy = self._context.world, self._context.strategy
-        own = float(loss) if strategy.has_results() else 0.0
-        shared = torch.tensor(
-            [own, float(self._context.stop_requested()), *self._clock.take()],
-            dtype=torch.float64,
-            device=world.device,
-        )
-        parts = [
-            shared,
-            self._context.task.loss.take_sums().to(world.device),
-            self._context.model.take_expert_tokens().to(world.device),
-        ]
-        lengths = [len(each) for each in parts]
-        shared, sums, experts = torch.split(world.sum(torch.cat(parts)), lengths)
-        total_loss, stopping, *seconds = shared.tolist()
-        mean, times = total_loss / strategy.mesh.data_ranks, self._clock.add_step(seconds)
-        return mean, stopping > 0, times, sums, experts
-
-    def _require_finite(self, **found: float) -> None:
+    def _require_finite(self, step: int, **found: float) -> None:
         if all(map(math.isfinite, found.values())):
             return
         values = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.items())
         config = self._context.config
         raise TrainingError(
-            f"step {self._step}: {values}. Training diverged or a "
+            f"step {step}: {values}. Training diverged or a "
             "number overflowed. Resume from the last checkpoint with a lower optimizer.lr (now "
             f'{config.optimizer.lr}), a longer warm-up, or precision.dtype = "fp32".'
         )
@@ -400,7 +440,7 @@ class Trainer:
         )
         if row is None:
             return True
-        self._require_finite(validation_loss=row.val_loss)
+        self._require_finite(self._step, validation_loss=row.val_loss)
         if context.metrics is not None:
             context.metrics.append(row)
             self._saving.evaluated(row.step, val_loss=row.val_loss)
@@ -431,7 +471,8 @@ class Trainer:
         """Write a heartbeat between micro-batches; return a function that checks for a stop."""
         context = self._context
         context.heartbeat.report(step=self._step, phase=phase, micro_step=done, of=of)
-        request = torch.tensor(float(context.stop_requested()), device=context.world.device)
+        # On the host, also with GPUs: the ranks' hosts agree without waiting for their devices.
+        request = torch.tensor(float(context.stop_requested()))
         requests = context.world.begin_sum(request)
         return lambda: bool(requests() > 0)
 

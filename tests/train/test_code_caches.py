@@ -45,6 +45,7 @@ def test_compiled_code_is_looked_for_in_the_home_and_not_in_the_shared_temporary
     home: Path,
 ) -> None:
     model, optimizers = Mock(), Mock()
+    model.layers.return_value = []
     apply_engine(model, optimizers, settings=EngineSection(compile=True), world=ALONE)
     model.compile.assert_called_once_with()
     own = home / ".cache" / "tileforge" / "inductor"

@@ -25,6 +25,7 @@ from payload.core.errors import ConfigError, ExitCode
 from payload.formats.data_folder import IGNORED_TARGET
 from payload.train.models import chunked_loss
 from payload.train.models.base import CausalLM
+from payload.train.models.chunked_loss import ChunkedLoss
 from payload.train.models.lora import add_adapter
 from payload.train.optimizers.optimizer import build_optimizers
 from tests.train.alone import ALONE
@@ -89,6 +90,7 @@ def test_a_loss_in_chunks_is_the_loss_and_has_its_gradients(
     monkeypatch: pytest.MonkeyPatch, ignored: bool
 ) -> None:
     monkeypatch.setattr(chunked_loss, "logits_tokens", lambda _rows: 3)
+    chunked = ChunkedLoss()
     torch.manual_seed(0)
     hidden, weight = torch.randn(2, 5, 8), torch.randn(11, 8)
     targets = torch.randint(11, (2, 5))
@@ -99,12 +101,12 @@ def test_a_loss_in_chunks_is_the_loss_and_has_its_gradients(
         return functional.cross_entropy((x @ y.T).flatten(0, 1), targets.flatten())
 
     def in_chunks(x: Tensor, y: Tensor) -> Tensor:
-        return chunked_loss.mean_loss(x, y, targets)
+        return chunked.mean_loss(x, y, targets)
 
     both = (graded(each, hidden, weight) for each in (in_chunks, whole))
     for ours, theirs in zip(*both, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
-    each = chunked_loss.token_losses(hidden, weight, targets)
+    each = chunked.token_losses(hidden, weight, targets)
     assert each.shape == targets.shape and bool((each[targets == IGNORED_TARGET] == 0).all())
     count = (targets != IGNORED_TARGET).sum()
     assert torch.allclose(each.sum() / count, whole(hidden, weight), atol=1e-6)
@@ -128,7 +130,7 @@ def test_a_step_makes_no_tensor_on_another_device(
     change: Callable[[CausalLM], CausalLM], checkpoints: bool
 ) -> None:
     model = change(make_model(n_embd=32, n_head=2, n_layer=2, vocab_size=512)).to("meta").train()
-    model.chunks_loss, model.checkpoints_layers = True, checkpoints
+    model.chunked_loss, model.checkpoints_layers = ChunkedLoss(), checkpoints
     tokens = torch.zeros(2, 16, dtype=torch.int64, device="meta")
     loss = model(tokens, tokens)
     loss.backward()

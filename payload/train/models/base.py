@@ -19,7 +19,8 @@ from payload.formats.data_folder import IGNORED_TARGET
 from payload.kernels.kernels import Kernels
 from payload.models.adapter import AdaptedSpec
 from payload.models.spec import ModelSpec, ParameterSize, RankSetting
-from payload.train.models import chunked_loss
+from payload.train.models.attention import document_bounds
+from payload.train.models.chunked_loss import ChunkedLoss
 from payload.train.models.head_loss import FusedHead, HeadLoss, PlainHead, SplitHead
 from payload.train.models.padding import padding_tokens
 from payload.train.models.quantized import QuantizedLinear
@@ -70,6 +71,18 @@ class Objective(Protocol):
         """Return the batch's loss, a scalar, from (B, T) losses and the batch's other tensors."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLayout:
+    """Where a batch of packed documents has its documents and targets, on the device."""
+
+    starts: Tensor
+    """The batch's `starts` (B, T), by which the batch is recognised."""
+    bounds: Tensor
+    """`document_bounds` of the batch."""
+    chosen: Tensor
+    """Indices of the targets that are not ignored, among all B x T targets, int64."""
+
+
 class LayerModule(nn.Module):
     """A layer whose forward pass another function can compute."""
 
@@ -105,8 +118,12 @@ class CausalLM(SplitModule, ABC):
         """Folder from which the strategy later reads this rank's part of the weights, or None."""
         self.new_rows: tuple[int, int] | None = None
         """Vocabulary rows (first, end) that `deferred_weights` lacks; None = no missing rows."""
-        self.chunks_loss = False
-        """True if head and loss are computed in chunks of tokens, without kernels."""
+        self.chunked_loss: ChunkedLoss | None = None
+        """Computes head and loss without kernels in chunks of tokens; None = all tokens at once."""
+        self.attends_by_document = False
+        """True if attention computes each packed document alone, without a mask. Set on GPUs."""
+        self.layout: PackedLayout | None = None
+        """The layout of the batch that `sent` sent last, or None."""
         self.takes_inference_mode = True
         """False if the layers have tensors that cannot be converted in inference mode."""
         self.kernels: Kernels | None = None
@@ -136,6 +153,32 @@ class CausalLM(SplitModule, ABC):
         a row can hold several documents. A token's start is the index of its document's first
         token: positions count from this token, and attention does not reach back beyond it.
         """
+
+    def sent(
+        self, inputs: Sequence[Tensor], send: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Return the arguments of `forward`, each sent to the device by `send`.
+
+        Also keep what only the host knows without waiting for the device: where the documents and
+        the targets are.
+        """
+        found = tuple(send(each) for each in inputs)
+        self.layout = None
+        if self.attends_by_document and len(found) > 2:
+            self.layout = PackedLayout(
+                starts=found[2],
+                bounds=send(document_bounds(inputs[2], joins_padding=True)),
+                chosen=send((inputs[1].flatten() != IGNORED_TARGET).nonzero().flatten()),
+            )
+        return found
+
+    def bounds_of(self, starts: Tensor | None) -> Tensor | None:
+        """Return the `document_bounds` for attention without a mask, or None for a mask."""
+        if starts is None or not self.attends_by_document:
+            return None
+        if self.layout is not None and self.layout.starts is starts:
+            return self.layout.bounds
+        return document_bounds(starts)
 
     @abstractmethod
     def head_weight(self) -> nn.Parameter | None:
@@ -450,11 +493,16 @@ class CausalLM(SplitModule, ABC):
         if starts is None:
             return self._head_loss().token_losses(hidden, targets)
         losses = torch.zeros(targets.shape, device=targets.device)
-        chosen = targets != IGNORED_TARGET
-        hidden, targets = hidden[chosen].unsqueeze(0), targets[chosen].unsqueeze(0)
-        some = self._head_loss().token_losses(hidden, targets)
-        losses[chosen] = some.squeeze(0)
+        chosen = self._chosen(targets, starts)
+        some = self._head_loss().token_losses(*_rows(chosen, hidden, targets))
+        losses.view(-1)[chosen] = some.squeeze(0)
         return losses
+
+    def _chosen(self, targets: Tensor, starts: Tensor) -> Tensor:
+        """Return the indices of the targets that are not ignored, among all B x T targets."""
+        if self.layout is not None and self.layout.starts is starts:
+            return self.layout.chosen
+        return (targets.flatten() != IGNORED_TARGET).nonzero().flatten()
 
     def _head_loss(self) -> HeadLoss:
         """Return the implementation of head and loss that fits the model's current state."""
@@ -467,7 +515,11 @@ class CausalLM(SplitModule, ABC):
             return SplitHead(weight, self.ranks, vocab_rows=self.spec.head_rows())
         if self.kernels is not None:
             return FusedHead(weight, self.kernels)
-        return FusedHead(weight, chunked_loss) if self.chunks_loss else PlainHead(self.logits)
+        return (
+            PlainHead(self.logits)
+            if self.chunked_loss is None
+            else FusedHead(weight, self.chunked_loss)
+        )
 
     def forward(
         self, tokens: Tensor, targets: Tensor, starts: Tensor | None = None, *more: Tensor
@@ -487,8 +539,7 @@ class CausalLM(SplitModule, ABC):
             return hidden
         if starts is not None:
             # Only the answers have targets: the head computes only those positions.
-            chosen = targets != IGNORED_TARGET
-            hidden, targets = hidden[chosen].unsqueeze(0), targets[chosen].unsqueeze(0)
+            hidden, targets = _rows(self._chosen(targets, starts), hidden, targets)
         return self._balanced(self._head_loss().mean_loss(hidden, targets), starts)
 
     def _balanced(self, loss: Tensor, starts: Tensor | None) -> Tensor:
@@ -496,6 +547,12 @@ class CausalLM(SplitModule, ABC):
             return loss
         balance = self.router_loss(padding_tokens(starts))
         return loss if balance is None else loss + balance
+
+
+def _rows(chosen: Tensor, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the hidden states (1, N, C) and the targets (1, N) at the indices `chosen` (N,)."""
+    picked = hidden.flatten(0, 1).index_select(0, chosen).unsqueeze(0)
+    return picked, targets.flatten()[chosen].unsqueeze(0)
 
 
 def trainable(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

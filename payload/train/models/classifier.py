@@ -68,7 +68,7 @@ class Classifier(CausalLM):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set the attribute. If the body's layers read the attribute, also set it on the body."""
         super().__setattr__(name, value)
-        if name in ("kernels", "adapter") and "body" in self._modules:
+        if name in ("kernels", "adapter", "attends_by_document") and "body" in self._modules:
             setattr(self.body, name, value)
 
     def hidden(

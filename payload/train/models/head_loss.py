@@ -27,7 +27,7 @@ class HeadLoss(Protocol):
 
 
 class FusedLoss(Protocol):
-    """Computes head and loss with the kernels or `chunked_loss`, without storing all logits."""
+    """Computes head and loss with the kernels or `ChunkedLoss`, without storing all logits."""
 
     def mean_loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy over the targets, a scalar."""

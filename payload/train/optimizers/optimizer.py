@@ -45,10 +45,13 @@ class Optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
-    def clip(self, limit: float) -> float:
-        """Limit the norm of all gradients in the next update; return the norm before clipping."""
+    def clip(self, limit: float) -> Tensor:
+        """Limit the norm of all gradients in the next update; return the norm before clipping.
+
+        The norm is a scalar, on the gradients' device if no rank needs it on the host.
+        """
         if self.kernels is None and self.norm_over_ranks is None:
-            return float(nn.utils.clip_grad_norm_(self.trained().values(), limit))
+            return nn.utils.clip_grad_norm_(self.trained().values(), limit)
         gradients = [
             each.grad
             for name, each in self.trained().items()
@@ -63,7 +66,7 @@ class Optimizers:
         scale = limit / (norm + 1e-6)
         # Not min(), which would return 1 for NaN.
         self._grad_scale = 1.0 if scale > 1 else scale
-        return norm
+        return torch.tensor(norm, dtype=torch.float64)
 
     def step(self) -> None:
         """Update all parameters once and drop all gradients."""

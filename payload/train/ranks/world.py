@@ -150,6 +150,34 @@ class World:
         if self.kind == "cuda":
             torch.cuda.synchronize()
 
+    def queues_work(self) -> bool:
+        """Return whether the device computes while this process goes on, as GPUs do."""
+        return not self.is_cpu
+
+    def send(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the host's `values` on this rank's device, without waiting for queued work."""
+        if self.is_cpu:
+            return values
+        return values.pin_memory().to(self.device, non_blocking=True)
+
+    def begin_read(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to copy the device's `values` to the host; return a function that waits for them.
+
+        The function does not wait for work that is queued after this call.
+        """
+        if self.is_cpu:
+            return lambda: values
+        host = torch.empty_like(values, device="cpu", pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        copied = cast(Any, torch.cuda).Event()
+        copied.record()
+
+        def finished() -> torch.Tensor:
+            copied.synchronize()
+            return host
+
+        return finished
+
     def free_bytes(self) -> int:
         """Return the bytes that this node's ranks can use, including memory that they already hold.
 

@@ -47,12 +47,13 @@ class Zero3Optimizers(Optimizers):
             name: nn.Parameter(part.of(part.flat.detach())) for name, part in self._parts.items()
         }
 
-    def clip(self, limit: float) -> float:
+    def clip(self, limit: float) -> Tensor:
         """Limit the norm of all gradients in the next update; return the norm before clipping."""
         self._stage.clip_grad = 0.0 if math.isinf(limit) else limit
         norms = [float(each) for each in self._stage._get_norm_groups()]
         # DeepSpeed returns -1 for infinity or NaN, and skips the update.
-        return math.hypot(*norms) if min(norms) >= 0 else math.nan
+        norm = math.hypot(*norms) if min(norms) >= 0 else math.nan
+        return torch.tensor(norm, dtype=torch.float64)
 
     def step(self) -> None:
         """Update all parameters once and drop all gradients."""

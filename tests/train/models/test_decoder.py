@@ -11,8 +11,8 @@ from benchmarks.architecture_cases import CASES, make_folder, random_tokens
 from payload.core.errors import CheckpointError
 from payload.models.llama.spec import DecoderSpec
 from payload.models.registry import spec_of
-from payload.train.families.llama.layers import visible
 from payload.train.families.llama.model import Decoder
+from payload.train.models.attention import visible
 from payload.train.models.loading import load
 
 CPU = torch.device("cpu")

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from payload.kernels.decoder_layers import Norm, add_norm, branch_norm, gated_mlp
 from payload.kernels.linears import LayerContext
@@ -23,9 +22,9 @@ from payload.models.gemma4.spec import Gemma4Spec
 from payload.models.llama.config import Activation
 from payload.train.families.gemma4.layers import MLP, Attention, Keys, Layer
 from payload.train.families.llama.activations import activated
-from payload.train.families.llama.layers import RMSNorm, visible
+from payload.train.families.llama.layers import RMSNorm
 from payload.train.families.llama.rope import Table, rotated
-from payload.train.models.document_mask import documents_mask
+from payload.train.models.attention import attend
 from payload.train.models.kernel_support import layer_refusals, projection
 from payload.train.models.uninitialised import Embedding, Linear
 
@@ -72,7 +71,7 @@ def run_layers(
         layer: Layer, what: LayerSpec, total: Tensor, part: Tensor | None, keys: Keys | None
     ) -> tuple[Tensor, Keys]:
         total, normed = add_norm(total, None, _norm(layer.input_layernorm), context)
-        mixed, made = attend(normed, layer.self_attn, what, keys)
+        mixed, made = own_attention(normed, layer.self_attn, what, keys)
         mixed = branch_norm(mixed, _norm(layer.post_attention_layernorm), context)
         total, normed = add_norm(total, mixed, _norm(layer.pre_feedforward_layernorm), context)
         mlp = layer.mlp
@@ -88,7 +87,7 @@ def run_layers(
             total = total + branch_norm(found, _norm(layer.post_per_layer_input_norm), context)
         return total * layer.layer_scalar, made
 
-    def attend(
+    def own_attention(
         normed: Tensor, module: Attention, what: LayerSpec, keys: Keys | None
     ) -> tuple[Tensor, Keys]:
         """Return the attention's output (N, C), and the keys and values (N, K, D)."""
@@ -143,19 +142,7 @@ def _mixed(
         first, key, value = (
             each.view(batch, length, -1, what.head_dim).transpose(1, 2) for each in (query, *keys)
         )
-        if documents is None:
-            mask = visible(length, length, window=what.window, device=query.device)
-        else:
-            mask = documents_mask(documents, window=what.window)
-        mixed = functional.scaled_dot_product_attention(
-            first,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None and length > 1,
-            scale=1.0,
-            enable_gqa=True,
-        )
+        mixed = attend(first, key, value, starts=documents, window=what.window, scale=1.0)
         return mixed.transpose(1, 2).reshape(len(query), -1)
     starts = documents
     if what.window is not None and what.window < length:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from payload.models.gemma4.config import Layer as LayerSpec
 from payload.models.gemma4.config import Rope
 from payload.models.gemma4.spec import Gemma4Spec
 from payload.train.families.llama.activations import activated
-from payload.train.families.llama.layers import RMSNorm, visible
+from payload.train.families.llama.layers import RMSNorm
 from payload.train.families.llama.rope import Table, rotated
+from payload.train.models.attention import attend
 from payload.train.models.base import LayerModule
-from payload.train.models.document_mask import documents_mask
 from payload.train.models.key_value_cache import LayerCache
 from payload.train.models.uninitialised import Linear
 
@@ -67,11 +66,12 @@ class Attention(nn.Module):
         keys: Keys | None,
         cache: LayerCache | None,
         starts: Tensor | None,
+        bounds: Tensor | None = None,
     ) -> tuple[Tensor, Keys]:
         """Map (B, T, C) to (B, T, C); also return the keys and values.
 
         A layer that computes no keys uses `keys`. With `starts` (see `CausalLM.hidden`), `rope` has
-        a row for each of the B x T tokens.
+        a row for each of the B x T tokens. `bounds` are described in `attend`.
         """
         if starts is not None:
             cos, sin = (each.view(*starts.shape, -1).unsqueeze(1) for each in rope)
@@ -81,7 +81,15 @@ class Attention(nn.Module):
             keys = self._keys(x, rope)
             if cache is not None:
                 keys = cache.extend(*keys)
-        mixed = self._mixed(query, keys, starts)
+        mixed = attend(
+            query,
+            *keys,
+            starts=starts,
+            bounds=bounds,
+            window=self.window,
+            dropout=self.dropout if self.training else 0.0,
+            scale=1.0,
+        )
         projected: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return projected, keys
 
@@ -91,24 +99,6 @@ class Attention(nn.Module):
         made = self._heads(self.k_proj(x))
         value = made if self.v_proj is None else self._heads(self.v_proj(x))
         return rotated(self.k_norm(made), rope), unit_norm(value, eps=self.eps)
-
-    def _mixed(self, query: Tensor, keys: Keys, starts: Tensor | None) -> Tensor:
-        key, value = keys
-        new, total = query.shape[2], key.shape[2]
-        if starts is None:
-            mask = visible(new, total, window=self.window, device=query.device)
-        else:
-            mask = documents_mask(starts, window=self.window)
-        return functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None and new > 1,
-            scale=1.0,
-            enable_gqa=key.shape[1] != query.shape[1],
-        )
 
     def _heads(self, x: Tensor) -> Tensor:
         """Map (B, T, heads x D) to (B, heads, T, D)."""
@@ -166,9 +156,10 @@ class Layer(LayerModule):
         keys: Keys | None,
         cache: LayerCache | None,
         starts: Tensor | None,
+        bounds: Tensor | None = None,
     ) -> tuple[Tensor, Keys]:
         """Map (B, T, C) to (B, T, C), with the layer's `part` (B, T, P); also return the keys."""
-        mixed, made = self.self_attn(self.input_layernorm(x), rope, keys, cache, starts)
+        mixed, made = self.self_attn(self.input_layernorm(x), rope, keys, cache, starts, bounds)
         x = x + self.post_attention_layernorm(mixed)
         x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         if part is not None:

@@ -100,6 +100,7 @@ class Gemma4(CausalLM):
             if context is not None:
                 where = (self.model, x, parts, self.spec, ropes, starts)
                 return run_layers(*where, context, self.run_layer)
+        bounds = self.bounds_of(starts)
         shared = {each.keys_from for each in self.spec.layers}
         made: dict[int, Keys] = {}
         for number, what in enumerate(self.spec.layers):
@@ -111,6 +112,7 @@ class Gemma4(CausalLM):
                 None if what.keys_from is None else made[what.keys_from],
                 caches[number] if caches and what.keys_from is None else None,
                 starts,
+                bounds,
             )
             if number in shared:
                 made[number] = keys
@@ -151,9 +153,10 @@ class Gemma4(CausalLM):
         position in its document.
         """
         device = self.model.norm.weight.device
+        # Kept on the device: a copy from the host would wait for the device.
+        self._angles = {kind: angles.to(device) for kind, angles in self._angles.items()}
         found = {
-            kind: table(angles.to(device), start=start, length=length)
-            for kind, angles in self._angles.items()
+            kind: table(angles, start=start, length=length) for kind, angles in self._angles.items()
         }
         if starts is None:
             return found

@@ -5,11 +5,11 @@ Shapes: B batch, T tokens of the input, C n_embd, H n_head.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from payload.models.gpt2.spec import Activation, Gpt2Spec
+from payload.train.models.attention import attend
 from payload.train.models.base import LayerModule
 from payload.train.models.key_value_cache import LayerCache
 from payload.train.models.split import SplitModule, copy_to_ranks, own_masks, reduce_from_ranks
@@ -29,9 +29,13 @@ class Attention(SplitModule):
         self.c_proj = Linear(spec.n_embd, spec.n_embd, bias=spec.bias)
 
     def forward(
-        self, x: Tensor, cache: LayerCache | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        cache: LayerCache | None = None,
+        starts: Tensor | None = None,
+        bounds: Tensor | None = None,
     ) -> Tensor:
-        """Map (B, T, C) to (B, T, C); `mask` (see `documents_mask`) needs `cache` = None."""
+        """Map (B, T, C) to (B, T, C); `attend` describes `starts` and `bounds`."""
         batch, length, _ = x.shape
         query, key, value = (
             part.view(batch, length, -1, self.head_width).transpose(1, 2)
@@ -39,28 +43,12 @@ class Attention(SplitModule):
         )
         if cache is not None:
             key, value = cache.extend(key, value)
-            if key.shape[2] != length:
-                mask = _continuation_mask(length, key.shape[2])
         dropout = self.dropout if self.training else 0.0
         with own_masks(self.ranks, dropout=dropout):
-            mixed = functional.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=mask is None and key.shape[2] == length,
-            )
+            mixed = attend(query, key, value, starts=starts, bounds=bounds, dropout=dropout)
         joined = mixed.transpose(1, 2).reshape(batch, length, -1)
         projected = reduce_from_ranks(joined, self.c_proj, self.ranks)
         return functional.dropout(projected, self.dropout, self.training)
-
-
-def _continuation_mask(new: int, total: int) -> Tensor | None:
-    """Return which of `total` tokens each of the last `new` tokens attends to, or None for all."""
-    if new == 1:
-        return None
-    return torch.ones(new, total, dtype=torch.bool).tril(diagonal=total - new)
 
 
 class MLP(SplitModule):
@@ -93,9 +81,13 @@ class Block(LayerModule):
         self.mlp = MLP(spec, dropout=dropout, activation=activation)
 
     def forward(
-        self, x: Tensor, cache: LayerCache | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        cache: LayerCache | None = None,
+        starts: Tensor | None = None,
+        bounds: Tensor | None = None,
     ) -> Tensor:
         """Map (B, T, C) to (B, T, C)."""
-        x = x + self.attn(self.ln_1(x), cache, mask)
+        x = x + self.attn(self.ln_1(x), cache, starts, bounds)
         added: Tensor = x + self.mlp(self.ln_2(x))
         return added

@@ -22,7 +22,6 @@ from payload.models.gpt2.spec import Gpt2Spec
 from payload.models.spec import ModelSpec
 from payload.train.families.gpt2.layers import MLP, NORM_EPS, Attention, Block
 from payload.train.models.base import CausalLM, OuterModules
-from payload.train.models.document_mask import documents_mask
 from payload.train.models.hf_layout import require_tensors
 from payload.train.models.kernel_support import layer_refusals, projection
 from payload.train.models.key_value_cache import LayerCache
@@ -119,9 +118,9 @@ class GPT(CausalLM):
                 return self._fast_layers(x, starts, context)
         if is_first:
             x = functional.dropout(x, self.dropout, self.training)
-        mask = None if starts is None else documents_mask(starts)
+        bounds = self.bounds_of(starts)
         for i, block in enumerate(self.layers()):
-            x = self.run_layer(block, x, caches[i] if caches else None, mask)
+            x = self.run_layer(block, x, caches[i] if caches else None, starts, bounds)
         if self.stage is not None and not self.stage.is_last():
             return x
         normed: Tensor = self.ln_f(x)

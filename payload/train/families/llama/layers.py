@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from payload.models.llama.config import Activation
 from payload.models.llama.config import Layer as LayerSpec
@@ -16,8 +15,8 @@ from payload.models.llama.spec import DecoderSpec
 from payload.train.families.llama.activations import activated
 from payload.train.families.llama.mixture import MixtureMLP
 from payload.train.families.llama.rope import Table, rotated
+from payload.train.models.attention import attend
 from payload.train.models.base import LayerModule
-from payload.train.models.document_mask import documents_mask
 from payload.train.models.key_value_cache import LayerCache
 from payload.train.models.split import SplitModule, copy_to_ranks, own_masks, reduce_from_ranks
 from payload.train.models.uninitialised import Linear
@@ -71,11 +70,17 @@ class Attention(SplitModule):
         self.o_proj = Linear(queries, width, bias=spec.output_bias)
 
     def forward(
-        self, x: Tensor, rope: Table | None, cache: LayerCache | None, starts: Tensor | None = None
+        self,
+        x: Tensor,
+        rope: Table | None,
+        cache: LayerCache | None,
+        starts: Tensor | None = None,
+        bounds: Tensor | None = None,
     ) -> Tensor:
         """Map (B, T, C) to (B, T, C); a layer without positions needs no `rope`.
 
         With `starts` (see `CausalLM.hidden`), `rope` has a row for each of the B x T tokens.
+        `bounds` are described in `attend`.
         """
         x = copy_to_ranks(x, self.ranks)
         made = [each(x) for each in self.inputs()]
@@ -96,22 +101,17 @@ class Attention(SplitModule):
             query, key = rotated(query, rope), rotated(key, rope)
         if cache is not None:
             key, value = cache.extend(key, value)
-        new, total = query.shape[2], key.shape[2]
-        if starts is None:
-            mask = visible(new, total, window=self.window, device=x.device)
-        else:
-            mask = documents_mask(starts, window=self.window)
         dropout = self.dropout if self.training else 0.0
         with own_masks(self.ranks, dropout=dropout):
-            mixed = functional.scaled_dot_product_attention(
+            mixed = attend(
                 query,
                 key,
                 value,
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=mask is None and new > 1,
+                starts=starts,
+                bounds=bounds,
+                window=self.window,
+                dropout=dropout,
                 scale=self.scale,
-                enable_gqa=key.shape[1] != query.shape[1],
             )
         return reduce_from_ranks(mixed.transpose(1, 2).flatten(2), self.o_proj, self.ranks)
 
@@ -130,21 +130,6 @@ def _normed(
     """Return the normed queries and keys, or the inputs without norms."""
     first, second = norms
     return (query, key) if first is None or second is None else (first(query), second(key))
-
-
-def visible(new: int, total: int, *, window: int | None, device: torch.device) -> Tensor | None:
-    """Return which of `total` tokens each of the last `new` tokens attends to, (new, total).
-
-    Return None if each token attends to all tokens up to itself and `new` is 1 or `total`: SDPA
-    needs no mask in these cases.
-    """
-    reaches_all = window is None or window >= total
-    if reaches_all and new in (1, total):
-        return None
-    mask = torch.ones(new, total, dtype=torch.bool, device=device).tril(diagonal=total - new)
-    if window is not None and window < total:
-        mask = mask.triu(diagonal=total - new - window + 1)
-    return mask
 
 
 class MLP(SplitModule):
@@ -213,11 +198,16 @@ class Layer(LayerModule):
             self.post_feedforward_layernorm = make_norm(spec, size=spec.hidden_size)
 
     def forward(
-        self, x: Tensor, rope: Table | None, cache: LayerCache | None, starts: Tensor | None = None
+        self,
+        x: Tensor,
+        rope: Table | None,
+        cache: LayerCache | None,
+        starts: Tensor | None = None,
+        bounds: Tensor | None = None,
     ) -> Tensor:
         """Map (B, T, C) to (B, T, C)."""
         first = x if self.input_layernorm is None else self.input_layernorm(x)
-        mixed = self.self_attn(first, rope, cache, starts)
+        mixed = self.self_attn(first, rope, cache, starts, bounds)
         before, behind = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
         if behind is None:
             x = x + self._scaled(mixed)

@@ -135,11 +135,12 @@ class Decoder(CausalLM):
             if context is not None:
                 where = (self.model, x, self.spec, ropes, starts)
                 return run_layers(*where, context, self.run_layer, self.ranks, self.stage)
+        bounds = self.bounds_of(starts)
         numbers = range(len(self.spec.layers)) if self.stage is None else self.stage.layers
         for number in numbers:
             layer, what = self.model.layers[number], self.spec.layers[number]
             rope = ropes[what.rope] if what.rope is not None else None
-            x = self.run_layer(layer, x, rope, caches[number] if caches else None, starts)
+            x = self.run_layer(layer, x, rope, caches[number] if caches else None, starts, bounds)
         if self.stage is not None and not self.stage.is_last():
             return x
         normed: Tensor = self.model.norm(x)
@@ -166,7 +167,8 @@ class Decoder(CausalLM):
         found = {}
         for rope, is_long in self._angles:
             if is_long == rope.is_long(end):
-                angles = self._angles[rope, is_long].to(device)
+                # Kept on the device: a copy from the host would wait for the device.
+                angles = self._angles[rope, is_long] = self._angles[rope, is_long].to(device)
                 factor = rope.attention_factor
                 found[rope] = table(angles, start=start, length=length, factor=factor)
         if places is None:
@@ -336,7 +338,10 @@ def without_padding_gradient(x: Tensor, tokens: Tensor, padding: int | None) -> 
     if padding is None or not x.requires_grad:
         return x
     is_padding = (tokens == padding).unsqueeze(-1)
-    return torch.where(is_padding, x.detach(), x) if bool(is_padding.any()) else x
+    # Other devices would have to finish their queued work before they could tell.
+    if x.device.type == "cpu" and not bool(is_padding.any()):
+        return x
+    return torch.where(is_padding, x.detach(), x)
 
 
 def _padding_row(spec: DecoderSpec) -> int | None:

@@ -13,13 +13,13 @@ from torch.nn import functional
 
 from payload.models.qwen3_5.config import LinearAttention as LinearSizes
 from payload.models.qwen3_5.spec import Qwen35Spec
-from payload.train.families.llama.layers import RMSNorm, visible
+from payload.train.families.llama.layers import RMSNorm
 from payload.train.families.llama.rope import Table, rotated
 from payload.train.families.qwen3_5.caches import DeltaCache
 from payload.train.families.qwen3_5.delta_rule import gated_delta_rule, one_token
 from payload.train.families.qwen3_5.short_convolution import short_convolution
+from payload.train.models.attention import attend
 from payload.train.models.base import LayerModule
-from payload.train.models.document_mask import documents_mask
 from payload.train.models.key_value_cache import LayerCache
 from payload.train.models.uninitialised import Linear
 
@@ -43,11 +43,17 @@ class Attention(nn.Module):
         self.o_proj = Linear(queries, width, bias=bias)
 
     def forward(
-        self, x: Tensor, rope: Table, cache: LayerCache | None, starts: Tensor | None
+        self,
+        x: Tensor,
+        rope: Table,
+        cache: LayerCache | None,
+        starts: Tensor | None,
+        bounds: Tensor | None = None,
     ) -> Tensor:
         """Map (B, T, C) to (B, T, C).
 
         With `starts` (see `CausalLM.hidden`), `rope` has a row for each of the B x T tokens.
+        `bounds` are described in `attend`.
         """
         if starts is not None:
             cos, sin = (each.view(*starts.shape, -1).unsqueeze(1) for each in rope)
@@ -58,20 +64,8 @@ class Attention(nn.Module):
         value = self._heads(self.v_proj(x)).transpose(1, 2)
         if cache is not None:
             key, value = cache.extend(key, value)
-        new, total = query.shape[2], key.shape[2]
-        if starts is None:
-            mask = visible(new, total, window=None, device=x.device)
-        else:
-            mask = documents_mask(starts)
-        mixed = functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None and new > 1,
-            enable_gqa=key.shape[1] != query.shape[1],
-        )
+        dropout = self.dropout if self.training else 0.0
+        mixed = attend(query, key, value, starts=starts, bounds=bounds, dropout=dropout)
         gated = mixed.transpose(1, 2) * torch.sigmoid(gate)
         projected: Tensor = self.o_proj(gated.flatten(2))
         return projected
@@ -179,15 +173,25 @@ class Layer(LayerModule):
         self.mlp = MLP(width, spec.intermediate_size)
 
     def forward(
-        self, x: Tensor, rope: Table, cache: AnyCache | None, starts: Tensor | None
+        self,
+        x: Tensor,
+        rope: Table,
+        cache: AnyCache | None,
+        starts: Tensor | None,
+        bounds: Tensor | None = None,
     ) -> Tensor:
         """Map (B, T, C) to (B, T, C)."""
-        x = x + self._mixed(self.input_layernorm(x), rope, cache, starts)
+        x = x + self._mixed(self.input_layernorm(x), rope, cache, starts, bounds)
         added: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return added
 
     def _mixed(
-        self, x: Tensor, rope: Table, cache: AnyCache | None, starts: Tensor | None
+        self,
+        x: Tensor,
+        rope: Table,
+        cache: AnyCache | None,
+        starts: Tensor | None,
+        bounds: Tensor | None = None,
     ) -> Tensor:
         found: Tensor
         if self.linear_attn is not None:
@@ -195,5 +199,5 @@ class Layer(LayerModule):
             found = self.linear_attn(x, cache, starts)
         else:
             assert self.self_attn is not None and not isinstance(cache, DeltaCache)
-            found = self.self_attn(x, rope, cache, starts)
+            found = self.self_attn(x, rope, cache, starts, bounds)
         return found

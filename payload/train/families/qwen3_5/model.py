@@ -95,8 +95,10 @@ class Qwen35(CausalLM):
             if context is not None:
                 where = (self.model, x, self.spec, rope, starts)
                 return run_layers(*where, context, self.run_layer)
+        bounds = self.bounds_of(starts)
         for number, layer in enumerate(self.model.layers):
-            x = self.run_layer(layer, x, rope, caches[number] if caches else None, starts)
+            cache = caches[number] if caches else None
+            x = self.run_layer(layer, x, rope, cache, starts, bounds)
         normed: Tensor = self.model.norm(x)
         return normed
 
@@ -119,7 +121,9 @@ class Qwen35(CausalLM):
         position in its document.
         """
         device = self.model.norm.weight.device
-        cos, sin = table(self._angles.to(device), start=start, length=length)
+        # Kept on the device: a copy from the host would wait for the device.
+        self._angles = self._angles.to(device)
+        cos, sin = table(self._angles, start=start, length=length)
         if starts is None:
             return cos, sin
         places = (torch.arange(length, device=device) - starts).flatten()
