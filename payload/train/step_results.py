@@ -20,7 +20,7 @@ class StepResults:
     gradient_norm: float
     """Norm of the gradients before clipping."""
     stop_requests: float
-    """Number of ranks that were asked to stop."""
+    """Number of ranks with a request to stop."""
     seconds: list[float]
     """All ranks' seconds in each part of the step (see `StepClock.take`)."""
     loss_sums: Tensor

@@ -151,7 +151,7 @@ class Trainer:
         return Outcome(step=self._step, stopped=stopping)
 
     def _needs_results(self) -> bool:
-        """Return whether anything but a step follows; it needs this step's results."""
+        """Return whether more than a step follows, which needs this step's results."""
         train, step = self._context.config.train, self._step
         every = train.checkpoint_every, train.sync_check_every, train.eval_every
         return step == train.steps or any(_due(step, each) for each in every)
@@ -202,7 +202,7 @@ class Trainer:
         """Train one step; return whether to stop.
 
         A stop request before the update skips the update. If the device computes while the host
-        goes on, the results of this step are read after the next step has been queued, so that the
+        continues, this step's results are read after the next step has been queued, so that the
         device never waits for the host.
         """
         context, started_s = self._context, time.perf_counter()

@@ -32,7 +32,7 @@ RUN = (
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the host go on while the device computes, as with a GPU."""
+    """Let the host continue while the device computes, as with a GPU."""
     monkeypatch.setattr(World, "queues_work", lambda _world: True)
 
 

@@ -30,7 +30,7 @@ class ChunkedLoss:
     """Computes head and loss in chunks of tokens."""
 
     compiles: bool = False
-    """True if torch.compile compiles the passes over a chunk's logits."""
+    """True if torch.compile compiles what is computed from the logits."""
 
     def mean_loss(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy over targets (B, T), a scalar, from hidden (B, T, C).

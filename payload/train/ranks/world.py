@@ -151,7 +151,7 @@ class World:
             torch.cuda.synchronize()
 
     def queues_work(self) -> bool:
-        """Return whether the device computes while this process goes on, as GPUs do."""
+        """Return whether the device computes while this process continues, as GPUs do."""
         return not self.is_cpu
 
     def send(self, values: torch.Tensor) -> torch.Tensor:
