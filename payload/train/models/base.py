@@ -119,7 +119,7 @@ class CausalLM(SplitModule, ABC):
         self.new_rows: tuple[int, int] | None = None
         """Vocabulary rows (first, end) that `deferred_weights` lacks; None = no missing rows."""
         self.chunked_loss: ChunkedLoss | None = None
-        """Computes head and loss without kernels in chunks of tokens; None = all tokens at once."""
+        """Computes head and loss without kernels by chunks of tokens; None = all together."""
         self.attends_by_document = False
         """True if attention computes each packed document alone, without a mask. Set on GPUs."""
         self.layout: PackedLayout | None = None

@@ -338,7 +338,7 @@ def without_padding_gradient(x: Tensor, tokens: Tensor, padding: int | None) -> 
     if padding is None or not x.requires_grad:
         return x
     is_padding = (tokens == padding).unsqueeze(-1)
-    # Other devices would have to finish their queued work before they could tell.
+    # On other devices, the check would wait until the device is idle.
     if x.device.type == "cpu" and not bool(is_padding.any()):
         return x
     return torch.where(is_padding, x.detach(), x)
