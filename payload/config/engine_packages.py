@@ -10,6 +10,7 @@ from payload.config.launch_sections import DistributedSection
 from payload.config.run_config import RunConfig
 from payload.config.training_sections import EngineSection, PrecisionSection
 from payload.core.errors import ConfigError
+from payload.optimizers.registry import find as find_optimizer
 
 IPEX_MODULE = "intel_extension_for_pytorch"
 IPEX_INSTALL = (
@@ -72,8 +73,10 @@ def require_packages_here(config: RunConfig) -> None:
         raise ccl_missing("not installed")
     if distributed.strategy == "zero3" and importlib.util.find_spec(DEEPSPEED_MODULE) is None:
         raise deepspeed_missing("not installed")
-    if quantize == "nf4" and importlib.util.find_spec(QUANTIZER_MODULE) is None:
-        raise bitsandbytes_missing("not installed")
+    quantizes = quantize == "nf4"
+    needs_quantizer = quantizes or find_optimizer(config.optimizer.name).package == QUANTIZER_MODULE
+    if needs_quantizer and importlib.util.find_spec(QUANTIZER_MODULE) is None:
+        raise bitsandbytes_missing("not installed", quantizes=quantizes)
     require_fp8_package(config.precision)
 
 
@@ -102,11 +105,14 @@ def ccl_missing(reason: object) -> ConfigError:
     )
 
 
-def bitsandbytes_missing(reason: object) -> ConfigError:
-    """Return the error for a missing package of model.quantize = 'nf4'."""
+def bitsandbytes_missing(reason: object, *, quantizes: bool) -> ConfigError:
+    """Return the error for the missing package of 4-bit weights, or of the optimizer in 8 bits."""
+    setting, instead = "model.quantize = 'nf4'", "model.quantize = 'none'"
+    if not quantizes:
+        setting, instead = "optimizer.name = 'adamw8bit'", "optimizer.name = 'adamw'"
     return ConfigError(
-        f"model.quantize = 'nf4' needs bitsandbytes ({reason}). Install it with: "
-        f"{_QUANTIZER_INSTALL} (or use model.quantize = 'none')."
+        f"{setting} needs bitsandbytes ({reason}). Install it with: {_QUANTIZER_INSTALL} (or use "
+        f"{instead})."
     )
 
 

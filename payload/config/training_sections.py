@@ -232,7 +232,8 @@ class OptimizerSection:
     """[optimizer]; docs/guides/recipes.md"""
 
     name: str = checked(DEFAULT, choices=names)
-    """`adamw` trains all parameters with AdamW. `muon` trains hidden matrices with Muon and the
+    """`adamw` trains all parameters with AdamW. `adamw8bit` keeps AdamW's state in 8 bits, a
+    quarter of the memory; it needs bitsandbytes. `muon` trains hidden matrices with Muon and the
     other parameters with AdamW. Muon's updates are scaled to AdamW's step size."""
     lr: float = checked(3e-5, above=0.0)
     """Highest learning rate. nanoGPT fine-tunes GPT-2 with 3e-5."""

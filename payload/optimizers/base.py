@@ -3,7 +3,8 @@
 An optimizer is one file of this package with a subclass of `Optimizer` and one instance,
 `OPTIMIZER`. Plans and checks read an optimizer's costs and conflicts without torch. Only `build`
 imports torch. In a checkpoint, the state of a parameter consists of tensors with the parameter's
-shape and a 0-dimensional `step`. This project's kernels update the parameters of torch's AdamW.
+shape and a 0-dimensional `step`. Other states need a `NamesState`. This
+project's kernels update the parameters of torch's AdamW.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from payload.core.package_members import file_name
 
@@ -53,6 +54,17 @@ class Parameters:
     """Norms and biases, which get no weight decay."""
 
 
+@runtime_checkable
+class NamesState(Protocol):
+    """An optimizer of torch that maps its state to the tensors of a checkpoint itself."""
+
+    def named_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the tensors of a parameter's state, by name."""
+
+    def set_state(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> bool:
+        """Set a tensor of the parameter's state; return False if it does not fit."""
+
+
 class Prepare(Protocol):
     """A function that returns the class to construct for a class of torch.optim."""
 
@@ -70,6 +82,8 @@ class Optimizer(ABC):
     """Seconds in which one core updates a weight, including clipping."""
     gpu_update_s: ClassVar[float]
     """Seconds in which a GPU updates a weight."""
+    package: ClassVar[str | None] = None
+    """Package that `build` imports, in addition to torch."""
     beside: ClassVar[Optimizer | None] = None
     """The optimizer of the remaining parameters; None = this optimizer trains all parameters."""
 

@@ -24,7 +24,7 @@ from payload.train.tensors.lazy_tensors import LazyTensors, path_on_all_ranks
 
 log = logging.getLogger(__name__)
 
-_DTYPE = re.compile("float64|float32|float16|bfloat16|int64|int32")
+_DTYPE = re.compile("float64|float32|float16|bfloat16|int64|int32|uint8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

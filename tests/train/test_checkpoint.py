@@ -86,7 +86,7 @@ def test_a_heartbeat_is_sent_after_each_part_of_a_checkpoint(tmp_path: Path) -> 
     assert parts == sorted(parts)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon"])
 def test_optimizer_state_comes_back_bit_by_bit(tmp_path: Path, name: str) -> None:
     before = trained_optimizers(name)
     save(tmp_path / "step_00000007", before)

@@ -15,7 +15,7 @@ from payload.config.training_sections import EngineSection
 from payload.kernels import build
 from payload.kernels.build import built_library
 from payload.kernels.code_caches import is_own_file, keep_inductor_home, own_folder
-from payload.train.models import quantized
+from payload.train.tensors import bitsandbytes_import
 from payload.train.torch_engines import apply_engine
 from tests.train.alone import ALONE
 
@@ -56,7 +56,7 @@ def test_the_quantizer_s_compiled_operations_are_kept_there_too(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
-    quantized._library.__wrapped__()
+    bitsandbytes_import._imported.__wrapped__()
     assert cache_dir() == str(home / ".cache" / "tileforge" / "inductor")
 
 

@@ -123,7 +123,7 @@ def test_the_time_of_an_update_and_the_conflicts_are_the_toy_s(registered: None)
 @pytest.mark.parametrize(
     ("setting", "known"),
     [
-        ("optimizer.name=toy", "choose one of adamw, muon"),
+        ("optimizer.name=toy", "choose one of adamw, adamw8bit, muon"),
         ("task.kind=toy", "choose one of text, chat, classify, preference"),
     ],
 )
@@ -137,7 +137,7 @@ def test_without_its_line_a_toy_is_refused_by_name_with_the_known_ones(
 def test_an_optimizer_or_a_loss_without_a_file_names_the_known_ones(
     monkeypatch: pytest.MonkeyPatch, tiny_data: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="'toy': choose one of adamw, muon"):
+    with pytest.raises(ConfigError, match="'toy': choose one of adamw, adamw8bit, muon"):
         build_optimizers(make_model(), OptimizerSection(name="toy"))
     monkeypatch.setitem(TASKS, "toy", TrainingTask(data="text", loss="toy"))
     with pytest.raises(ConfigError, match="Use one of classification, next_token, preference"):

@@ -202,8 +202,9 @@ def test_a_resume_on_another_number_of_ranks_goes_on_with_the_same_losses(
         # Buckets determine the order of gloo's sums; a width of 256 gives several.
         (3, ("model.n_embd=256", "batch.global_batch_size=6", "batch.micro_batch_size=1")),
         (1, ("optimizer.name=muon", "schedule.kind=constant")),
+        (2, ("optimizer.name=adamw8bit",)),
     ],
-    ids=["three ranks with several buckets", "muon"],
+    ids=["three ranks with several buckets", "muon", "a state in 8 bits"],
 )
 def test_from_the_middle_a_run_ends_bitwise_as_it_did(
     tmp_path: Path, tiny_config: Path, trained: Trained, num_ranks: int, settings: tuple[str, ...]

@@ -9,7 +9,6 @@ weights. I inputs, O outputs.
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, cast
@@ -17,13 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from payload.config.engine_packages import bitsandbytes_missing
-from payload.kernels.code_caches import keep_inductor_home
 from payload.models.nf4 import BLOCK_SIZE, GROUP_SIZE, num_blocks, num_groups
+from payload.train.tensors.bitsandbytes_import import bitsandbytes_library
 from payload.train.tensors.lazy_tensors import copy_in
-
-_Library = Any
-"""The module bitsandbytes, which has no type hints."""
 
 _AT_ONCE = 2**18
 """Number of weights to quantise at a time, in whole blocks. bitsandbytes makes fp32 copies of
@@ -193,21 +188,8 @@ def require_quantizer() -> None:
     _library()
 
 
-@lru_cache(maxsize=1)
-def _library() -> _Library:
-    """Import bitsandbytes on demand, because the import takes a second and compiles operations."""
-    keep_inductor_home()
-    backend = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    level = backend.level
-    # This logger warns about a missing inference kernel, which training does not use.
-    backend.setLevel(logging.ERROR)
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise bitsandbytes_missing(error) from None
-    finally:
-        backend.setLevel(level)
-    return bitsandbytes
+def _library() -> Any:
+    return bitsandbytes_library(quantizes=True)
 
 
 @lru_cache(maxsize=4)

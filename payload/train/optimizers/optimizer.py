@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
+from payload.config.engine_packages import QUANTIZER_MODULE
 from payload.config.training_sections import EngineSection, OptimizerSection
 from payload.core.errors import CheckpointError
 from payload.kernels.kernels import Kernels
-from payload.optimizers.base import Parameters
+from payload.optimizers.base import NamesState, Parameters
 from payload.optimizers.registry import find
 from payload.train.models.base import CausalLM, trainable
 from payload.train.optimizers.uncompiled import eager
+from payload.train.tensors.bitsandbytes_import import bitsandbytes_library
 
 
 @dataclass(slots=True)
@@ -117,13 +119,14 @@ class Optimizers:
     def state_tensors(self) -> dict[str, Tensor]:
         """Return all state tensors by names of the form `state_key.parameter_name`."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.trained().items()}
-        return {
-            f"{key}.{names[parameter]}": value.detach()
-            for optimizer in self.members
-            for parameter, state in optimizer.state.items()
-            for key, value in state.items()
-            if isinstance(value, Tensor)
-        }
+        found = {}
+        for optimizer in self.members:
+            for parameter, state in optimizer.state.items():
+                named = optimizer.named_state(parameter) if _names(optimizer) else state
+                for key, value in named.items():
+                    if isinstance(value, Tensor):
+                        found[f"{key}.{names[parameter]}"] = value.detach()
+        return found
 
     def load_state_tensors(
         self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -144,10 +147,25 @@ class Optimizers:
         for full_name, value in pairs:
             key, _, name = full_name.partition(".")
             parameter = parameters.get(name)
-            is_count = key == "step" and value.dim() == 0
-            if parameter is None or not (is_count or value.shape == parameter.shape):
+            if parameter is None or not _set_state(owners[parameter], parameter, key, value):
                 raise state_mismatch(full_name, value)
-            owners[parameter].state[parameter][key] = value.to(parameter.device)
+
+
+def _names(optimizer: torch.optim.Optimizer) -> TypeGuard[NamesState]:
+    return isinstance(optimizer, NamesState)
+
+
+def _set_state(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, value: Tensor
+) -> bool:
+    """Set a tensor of a parameter's state; return False if it does not fit."""
+    if _names(optimizer):
+        return optimizer.set_state(parameter, key, value)
+    is_count = key == "step" and value.dim() == 0
+    if not is_count and value.shape != parameter.shape:
+        return False
+    optimizer.state[parameter][key] = value.to(parameter.device)
+    return True
 
 
 def state_mismatch(full_name: str, value: Tensor) -> CheckpointError:
@@ -173,6 +191,8 @@ def build_optimizers(
     """
     stock = engine is not None and (engine.compile or engine.kind != "native")
     chosen = find(settings.name)
+    if chosen.package == QUANTIZER_MODULE:
+        bitsandbytes_library(quantizes=False)
     mine: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in trainable(model) if parts is None else parts.items():

@@ -25,8 +25,9 @@ _NAMES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.int64: "I64",
+    torch.uint8: "U8",
 }
-_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _CHUNK_BYTES = 16 * 2**20
 _ALIGNED_BYTES = 8
 

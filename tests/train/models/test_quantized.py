@@ -38,6 +38,7 @@ from payload.train.models.loading import load
 from payload.train.models.lora import add_adapter, cast_base_to_fp32, save_adapter
 from payload.train.models.quantized import QuantizedLinear, dequantize, require_quantizer
 from payload.train.optimizers.optimizer import build_optimizers
+from payload.train.tensors import bitsandbytes_import
 from payload.train.torch_engines import apply_engine
 from tests.support.launching import losses, mpirun, run, summary, train_program
 from tests.support.sampled import sampled
@@ -314,9 +315,7 @@ def test_settings_that_do_not_go_with_it_are_refused(text: str, problem: str) ->
 def test_without_bitsandbytes_the_error_says_what_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from payload.train.models import quantized
-
-    quantized._library.cache_clear()
+    bitsandbytes_import._imported.cache_clear()
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=r"needs bitsandbytes .*pip install 'bitsandbytes"):
         require_quantizer()
