@@ -105,11 +105,15 @@ def batch(task: TaskKind, found: DataSize, *, length: int, ranks: int) -> Choice
     while 2 * size * ranks <= limit and found.sequences // (2 * size * ranks) >= _TARGET_STEPS // 3:
         size *= 2
     steps = max(1, found.sequences // (size * ranks))
+    numbers = (
+        f"{count:,} {unit}{'' if count == 1 else 's'}"
+        for count, unit in ((found.sequences, "sequence"), (steps, "step"))
+    )
     shared = f", shared by {ranks} ranks" if ranks > 1 else ""
     return Choice(
         key="batch.global_batch_size",
         value=size * ranks,
-        reason=f"{found.sequences:,} sequences give {steps:,} steps an epoch{shared}",
+        reason=f"{' in an epoch give '.join(numbers)}{shared}",
     )
 
 

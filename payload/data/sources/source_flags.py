@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from payload.core.errors import DataError, UsageError
+from payload.core.printable_text import shown
 from payload.core.regular_files import home_path
 from payload.formats.hub_names import HubName, require_one_meaning
 
@@ -99,6 +100,11 @@ def check_flags(request: SourceRequest) -> None:
         raise UsageError(f"--source {kind} needs --input with at least one file or folder.")
     if kind not in _FILE_KINDS and request.glob is not None:
         raise UsageError(f"--glob cannot be used with --source {kind}. Leave out --glob.")
+    if request.glob is not None and not any(home_path(each).is_dir() for each in request.inputs):
+        raise UsageError(
+            f"--glob {shown(request.glob)} selects files of a folder, but the input is not a "
+            "folder. Leave out --glob."
+        )
     if kind in ("text", "stdlib") and request.text_column is not None:
         raise UsageError(
             f"--text-column cannot be used with --source {kind}, which reads whole files. Leave "
