@@ -2,6 +2,10 @@
 // streamed from memory, and memory bandwidth. Each thread has a separate buffer.
 #include "../payload/kernels/tiles.h"
 
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
 #include <chrono>
 
 namespace {

@@ -137,9 +137,10 @@ class Planned(Protocol):
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
     def plan(*words: str, bf16: bool | None, kept_dtype: Dtype | None = None) -> ResolvedPlan:
-        monkeypatch.setattr(
-            "payload.orchestrate.machine_profiles.local_profile.has_bf16", lambda: bf16
-        )
+        profile = "payload.orchestrate.machine_profiles.local_profile"
+        monkeypatch.setattr(f"{profile}.has_bf16", lambda: bf16)
+        # Otherwise the class of this machine's CPU, which can lack bf16.
+        monkeypatch.setattr(f"{profile}._cpu_class", lambda: "avx512_bf16" if bf16 else None)
         overrides = ["launch.launcher=torchrun", "device.kind=cpu", *words]
         config = parse_run_config("", overrides=overrides, where="test")
         return resolve(

@@ -32,7 +32,6 @@ from payload.train.estimate_text import predict
 from payload.train.gemm_and_network_benchmark import Calibration, calibrate
 from payload.train.models.attention import attends_by_document
 from payload.train.models.base import CausalLM
-from payload.train.models.chunked_loss import ChunkedLoss
 from payload.train.models.float8 import convert_linears
 from payload.train.models.lora import cast_base_to_bf16, cast_base_to_fp32
 from payload.train.optimizer_state import restore_optimizer
@@ -272,7 +271,7 @@ def _assemble(
     engine = config.used_engine()
     if not world.is_cpu:
         start.model.to(world.device)
-        start.model.chunked_loss = ChunkedLoss(compiles=engine.compile)
+        start.model.compute_loss_in_chunks(compiles=engine.compile)
         start.model.attends_by_document = attends_by_document()
         log.info(f"device    {world.device}: without the project's kernels, which need a CPU")
         engine = replace(engine, kernels="off")

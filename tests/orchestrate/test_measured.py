@@ -98,6 +98,13 @@ def test_a_node_where_bf16_gains_nothing_is_named() -> None:
     assert "bf16 matmuls run at 1.03x" in found["node-0"]
 
 
+def test_a_node_whose_cpu_has_no_bf16_is_not_named_a_second_time() -> None:
+    measured = make_measured(0.004, 0.004, fp32_tflops=0.16)
+    nodes = [make_node(i) for i in range(2)]
+    (found,) = speed_findings(nodes, measured, without_bf16=["node-0"])
+    assert found.node == "node-1" and "(0.004 and 0.16 TFLOP/s)" in found.cause
+
+
 def test_a_prediction_is_the_plan_s_own_arithmetic() -> None:
     # 16 Gbit/s each way: 4/3 of 498 MB of gradients and of 8 MB, the rows of tokens read.
     measured = make_measured(all_reduce=2e9 * 3 / 4)

@@ -152,6 +152,7 @@ REGISTRIES = frozenset(
 """Modules that import the files of their package by listing it, or parsers by a table."""
 OPTIMIZERS = PurePosixPath("payload/optimizers")
 """Package whose files import torch to construct an optimizer, and for type checkers."""
+OPTIMIZER_PACKAGES = frozenset({"torch", "bitsandbytes"})
 EXPORTER_MODULE = PurePosixPath("payload/monitor/exporter.py")
 SSH_MODULES = tuple(
     PurePosixPath("payload/orchestrate/ssh", name)
@@ -176,7 +177,7 @@ def violations(path: PurePosixPath, source: str) -> list[str]:
         f"{path}:{line}: {area} may not import {module}"
         for line, module in imports(tree, path=path)
         if not _allowed(module, area=area, path=path)
-        if not (module.split(".")[0] == "torch" and line in deferred)
+        if not (module.split(".")[0] in OPTIMIZER_PACKAGES and line in deferred)
     ]
     return found + [f"{path}:{line}: {what} at import" for line, what in work_at_import(tree)]
 

@@ -130,7 +130,8 @@ def test_a_step_makes_no_tensor_on_another_device(
     change: Callable[[CausalLM], CausalLM], checkpoints: bool
 ) -> None:
     model = change(make_model(n_embd=32, n_head=2, n_layer=2, vocab_size=512)).to("meta").train()
-    model.chunked_loss, model.checkpoints_layers = ChunkedLoss(), checkpoints
+    model.compute_loss_in_chunks(compiles=False)
+    model.checkpoints_layers = checkpoints
     tokens = torch.zeros(2, 16, dtype=torch.int64, device="meta")
     loss = model(tokens, tokens)
     loss.backward()

@@ -272,8 +272,7 @@ def cpu_findings(node: Node, facts: NodeFacts) -> Iterator[Finding]:
             cause = "its CPU shows no AMX (amx_bf16): bf16 matmuls take 3 to 6 times as long"
             if _AVX512_BF16 not in facts.cpu_flags:
                 cause = (
-                    f"its CPU shows no AMX (amx_bf16) and no {_AVX512_BF16}: runs compute in fp32, "
-                    "without the project's kernels for layers"
+                    f"its CPU shows no AMX (amx_bf16) and no {_AVX512_BF16}: runs compute in fp32"
                 )
             fix = "Use a machine type with AMX (C3, C4, H3), or a newer kernel or hypervisor."
             yield _warning(node, "cpu", cause, fix)

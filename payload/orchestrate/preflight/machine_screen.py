@@ -12,7 +12,7 @@ from payload.core.printable_text import printable
 from payload.launch.ranks import Placement
 from payload.machines.machine_facts import INSTALL_COMPILER, MachineFacts
 from payload.orchestrate.findings.nodes import GPU, Finding
-from payload.orchestrate.preflight.report import Report
+from payload.orchestrate.preflight.report import Report, tflops_text
 
 COLUMNS = 80
 _LABEL = 13
@@ -92,7 +92,7 @@ def _rows(
     if report.measured is not None:
         (speed,) = report.measured.nodes.values()
         rates = (speed.bf16_flops_per_s, speed.fp32_flops_per_s)
-        bf16, fp32 = (f"{rate / 1e12:.2f}" for rate in rates)
+        bf16, fp32 = map(tflops_text, rates)
         yield Row(label="matmuls", text=f"{bf16} TFLOP/s in bf16, {fp32} in fp32, measured")
     yield _memory_row(facts)
     yield _limits_row(facts)

@@ -6,7 +6,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -94,14 +94,21 @@ def summary(measured: Measured, prediction: Prediction) -> str:
     )
 
 
-def speed_findings(nodes: Sequence[Node], measured: Measured) -> Iterator[Finding]:
-    """Yield findings about nodes that gain nothing from bf16 or are slower than similar nodes."""
+def speed_findings(
+    nodes: Sequence[Node], measured: Measured, *, without_bf16: Collection[str] = ()
+) -> Iterator[Finding]:
+    """Yield findings about nodes that gain nothing from bf16 or are slower than similar nodes.
+
+    The nodes `without_bf16`, whose CPUs have no bf16 instructions, already have a finding.
+    """
     for node in nodes:
         speed = measured.nodes[node.name]
-        if speed.gain() < BF16_MIN_GAIN:
+        if speed.gain() < BF16_MIN_GAIN and node.name not in without_bf16:
+            rates = speed.bf16_flops_per_s, speed.fp32_flops_per_s
+            bf16, fp32 = map(tflops_text, rates)
             cause = (
                 f"bf16 matmuls run at {speed.gain():.2f}x the speed of fp32 on this node "
-                f"({_tflops(speed.bf16_flops_per_s)} and {_tflops(speed.fp32_flops_per_s)} TFLOP/s)"
+                f"({bf16} and {fp32} TFLOP/s)"
             )
             fix = "A run with precision.dtype = auto uses fp32 if fp32 is faster over all ranks."
             yield _warning(node.name, "speed", cause, fix)
@@ -111,8 +118,8 @@ def speed_findings(nodes: Sequence[Node], measured: Measured) -> Iterator[Findin
         for name, speed_flops in speeds.items():
             if speed_flops < _SLOW_NODE_SHARE * median:
                 cause = (
-                    f"it is slow among {len(group)} nodes of its kind: {_tflops(speed_flops)} "
-                    f"TFLOP/s, but the median is {_tflops(median)}"
+                    f"it is slow among {len(group)} nodes of its kind: {tflops_text(speed_flops)} "
+                    f"TFLOP/s, but the median is {tflops_text(median)}"
                 )
                 fix = (
                     "The slowest rank sets the pace. Try again, check for other programs on the "
@@ -179,8 +186,10 @@ def _seconds(value: float) -> str:
     return f"{value:,.0f} s" if value >= 100 else f"{value:.3g} s"
 
 
-def _tflops(flops_per_s: float) -> str:
-    return f"{flops_per_s / 1e12:.2f}"
+def tflops_text(flops_per_s: float) -> str:
+    """Return TFLOP/s with two decimals, or with more below 0.1."""
+    tflops = flops_per_s / 1e12
+    return f"{tflops:.2f}" if tflops >= 0.1 else f"{tflops:.2g}"
 
 
 def _warning(node: str, check: str, cause: str, fix: str) -> Finding:
@@ -223,9 +232,9 @@ class Report:
 
     def have_bf16(self) -> bool | None:
         """Return whether every node's CPU has bf16 matmuls; None if unknown."""
-        flags = [facts.cpu_flags for facts in self.facts.values()]
-        if any(each is not None and not flags_have_bf16(each) for each in flags):
+        if any(map(_lacks_bf16, self.facts.values())):
             return False
+        flags = [facts.cpu_flags for facts in self.facts.values()]
         return True if flags and None not in flags else None
 
     def status(self, node: str, check: str) -> str:
@@ -279,6 +288,10 @@ class Report:
             },
             indent=2,
         )
+
+
+def _lacks_bf16(facts: NodeFacts) -> bool:
+    return facts.cpu_flags is not None and not flags_have_bf16(facts.cpu_flags)
 
 
 def _numbers(facts: NodeFacts | None) -> list[str]:
@@ -464,7 +477,8 @@ def with_trial(
         threads = config.launch.threads_per_rank or max(1, cores // ranks_per_node)
         device = for_prediction(config, nodes)
         prediction = predict(device, config.adapted(spec), trial.measured, threads=threads)
-        findings += speed_findings(nodes, trial.measured)
+        without_bf16 = [name for name, facts in report.facts.items() if _lacks_bf16(facts)]
+        findings += speed_findings(nodes, trial.measured, without_bf16=without_bf16)
         findings += exchange_findings(nodes, trial.measured, prediction)
         notes += [summary(trial.measured, prediction), *([guess] if guess else [])]
     return replace(

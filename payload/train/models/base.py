@@ -154,6 +154,10 @@ class CausalLM(SplitModule, ABC):
         token: positions count from this token, and attention does not reach back beyond it.
         """
 
+    def compute_loss_in_chunks(self, *, compiles: bool) -> None:
+        """Compute head and loss in chunks of tokens, if no kernels do; see `ChunkedLoss`."""
+        self.chunked_loss = ChunkedLoss(compiles=compiles)
+
     def sent(
         self, inputs: Sequence[Tensor], send: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, ...]:
