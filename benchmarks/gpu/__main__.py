@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import shlex
 import sys
 import tempfile
 import time
@@ -49,13 +50,22 @@ def main(argv: Sequence[str], *, stages: Sequence[Stage] | None = None) -> int:
     from benchmarks.gpu.stages import STAGES
     from benchmarks.gpu.visit import NoGpuError
 
+    stages = STAGES if stages is None else stages
+    names = [stage.name for stage in stages]
+    if unknown := [name for name in arguments.only or () if name not in names]:
+        return _refuse(f"--only {unknown[0]!r}: no such stage. Use one of: {', '.join(names)}")
     try:
-        return _visit(STAGES if stages is None else stages, arguments)
+        # The first stage reads the device's facts.
+        return _visit([s for s in stages if _runs(s, stages[0], arguments.only)], arguments)
     except NoGpuError as error:
         return _refuse(
             f"{error}. Run this on a machine with an NVIDIA GPU and torch's CUDA build (make "
             "setup TORCH_CUDA=1), or try the program with --rehearse."
         )
+
+
+def _runs(stage: Stage, first: Stage, only: Sequence[str] | None) -> bool:
+    return not only or stage is first or stage.name in only
 
 
 def _visit(stages: Sequence[Stage], arguments: argparse.Namespace) -> int:
@@ -66,6 +76,8 @@ def _visit(stages: Sequence[Stage], arguments: argparse.Namespace) -> int:
 
     began_s, page = time.monotonic(), arguments.page
     options = " --rehearse" if arguments.rehearse else ""
+    if arguments.only:
+        options += f" --only {shlex.join(arguments.only)}"
     report = Report(
         page,
         stages=[stage.name for stage in stages],
@@ -102,6 +114,12 @@ def parser() -> argparse.ArgumentParser:
         "--rehearse",
         action="store_true",
         help="run on the CPU, with small sizes; takes about four minutes",
+    )
+    made.add_argument(
+        "--only",
+        nargs="+",
+        metavar="STAGE",
+        help="run only these stages, and the first one, which describes the device",
     )
     made.add_argument(
         "--budget-s",

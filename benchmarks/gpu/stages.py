@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from benchmarks.gpu import correctness as check
 from benchmarks.gpu import speed
+from benchmarks.gpu.beside_peer import beside_peer
+from benchmarks.gpu.speed_cases import SPEED_CASES
 from benchmarks.gpu.visit import Stage
 
 
@@ -38,6 +40,7 @@ STAGES: tuple[Stage, ...] = (
         estimate_s=40,
         run=check.bf16,
     ),
+    *map(beside_peer, SPEED_CASES),
     Stage(
         name="deterministic resume",
         compared="engine.deterministic: a resumed run with an uninterrupted one",
