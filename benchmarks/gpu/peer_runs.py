@@ -13,6 +13,10 @@ from benchmarks.gpu.programs import ProgramError, Programs
 from benchmarks.peers.work import Work
 
 
+class NoPeerError(Exception):
+    """No peer ran; the message has a sentence for each peer."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
     """Another project's training program."""
@@ -39,7 +43,7 @@ PEERS = (
         packages=("transformers", "accelerate"),
     ),
     Peer(
-        name="a plain FSDP2 loop",
+        name="FSDP2 loop",
         module="benchmarks.peers.train_fsdp2",
         packages=("transformers",),
     ),
@@ -55,7 +59,7 @@ class PeerRun:
     """Name with the version."""
     report: dict[str, Any]
     reasons: tuple[str, ...]
-    """Why the peers before it did not run."""
+    """Sentences that say why the peers before it did not run."""
 
 
 def run_peer(
@@ -63,22 +67,22 @@ def run_peer(
 ) -> PeerRun:
     """Run the first peer whose packages are installed and whose program succeeds.
 
-    Raises ProgramError if the last program failed, and RuntimeError if no peer could be started.
+    Raises NoPeerError if none succeeds.
     """
     reasons: list[str] = []
-    failure: ProgramError | None = None
     for peer in peers:
         if missing := peer.missing(has_adapter=work.adapter is not None):
-            verb = "is" if len(missing) == 1 else "are"
-            reasons.append(f"{peer.name} did not run: {' and '.join(missing)} {verb} not installed")
+            reasons.append(f"{peer.name} did not run: not installed: {', '.join(missing)}.")
             continue
         try:
             programs.run(name, peer.module, work.to_json(), limit_s=limit_s)
         except ProgramError as error:
-            failure = error
-            reasons.append(f"{peer.name} failed: {error}")
+            reasons.append(f"{peer.name} failed: {error}.")
             continue
         report = json.loads(Path(work.report).read_text(encoding="utf-8"))
-        found = report["versions"][peer.packages[0]]
-        return PeerRun(name=f"{peer.name} ({found})", report=report, reasons=tuple(reasons))
-    raise failure or RuntimeError("; ".join(reasons))
+        package = peer.packages[0]
+        version = report["versions"][package]
+        return PeerRun(
+            name=f"{peer.name}, {package} {version}", report=report, reasons=tuple(reasons)
+        )
+    raise NoPeerError(" ".join(reasons))

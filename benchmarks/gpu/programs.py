@@ -24,9 +24,11 @@ _LOG_BYTES = 2**20
 class ProgramError(RuntimeError):
     """A program failed or exceeded its limit; the message is the cause in one line."""
 
-    def __init__(self, cause: str, *, log: Path) -> None:
+    def __init__(self, cause: str, *, log: Path, status: int | None = None) -> None:
         super().__init__(cause)
         self.log = log
+        self.status = status
+        """Exit status; None if the program exceeded a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,9 @@ class Programs:
         if status:
             reason = f"exit code {status}" if status > 0 else f"killed by {_signal_name(-status)}"
             raise ProgramError(
-                f"{program.name}, {reason}: {cause_in(program.log)}", log=program.log
+                f"{program.name}, {reason}: {cause_in(program.log)}",
+                log=program.log,
+                status=status,
             )
         program.log.unlink(missing_ok=True)
 
