@@ -17,7 +17,7 @@ def chat_inputs(runs: Runs) -> tuple[Path, Path]:
 
     Raises ProgramError.
     """
-    model, data = runs.folder / "chat-model", runs.folder / "chat-data"
+    model, data = runs.folder / "model-chat", runs.folder / "data-chat"
     write_small(model, small_llama(_VOCAB_SIZE))
     make_tokenizer(model)
     # 40 tokens for each conversation, for 20 steps of 8 sequences.

@@ -126,7 +126,7 @@ class Comparison:
         case = self.case
         return (
             f"A step is one micro-batch of {case.micro_batch_size} sequences of "
-            f"{case.sequence_length} tokens, in bf16 autocast with SDPA, without activation "
+            f"{case.sequence_length} tokens, in bf16 with SDPA, without activation "
             "checkpointing, for every program. MFU is relative to the GEMM peak that our run "
             f"measured, {self.peak_flops_per_s / 1e12:.3g} TFLOP/s."
         )

@@ -68,6 +68,8 @@ class Programs:
             "PYTHONUNBUFFERED": "1",
             # Without it each request to the hub would wait for a timeout.
             "HF_HUB_OFFLINE": "1",
+            # transformers' Trainer would use every GPU in one process.
+            "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0],
         }
         if threads is not None:
             settings["OMP_NUM_THREADS"] = str(threads)

@@ -100,12 +100,12 @@ class Runs:
 
     def llama(self) -> Path:
         """Return the folder of a small Llama with random weights."""
-        folder = self.folder / "llama"
+        folder = self.folder / "model-llama"
         return folder if folder.exists() else write_small(folder, small_llama(self.vocab_size))
 
     def mixture(self) -> Path:
         """Return the folder of a small mixture of experts with random weights."""
-        folder = self.folder / "mixture"
+        folder = self.folder / "model-mixture"
         return folder if folder.exists() else write_small(folder, small_mixture(self.vocab_size))
 
     def _start(self, name: str, settings: Settings, module: str, threads: int) -> Program:

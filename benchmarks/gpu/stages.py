@@ -43,6 +43,13 @@ STAGES: tuple[Stage, ...] = (
     ),
     *map(beside_peer, SPEED_CASES),
     Stage(
+        name="Llama",
+        compared="a Llama of 4 layers in fp32 with the CPU's run",
+        wanted=_FP32_LOSSES,
+        estimate_s=25,
+        run=check.llama,
+    ),
+    Stage(
         name="mixture of experts",
         compared="a Qwen3 mixture of 8 experts and 4 layers in fp32 with the CPU's run",
         wanted=_MIXTURE_LOSSES,
@@ -83,13 +90,6 @@ STAGES: tuple[Stage, ...] = (
         wanted=_FP32_LOSSES,
         estimate_s=20,
         run=check.resume_from_cpu,
-    ),
-    Stage(
-        name="Llama",
-        compared="a Llama of 4 layers in fp32 with the CPU's run",
-        wanted=_FP32_LOSSES,
-        estimate_s=25,
-        run=check.llama,
     ),
     Stage(
         name="peak",
