@@ -1,7 +1,11 @@
-"""Compare training on one GPU with the CPU and measure its speed, in one visit of ten minutes.
+"""Compare training on one GPU with the CPU and with a peer, in one visit of ten minutes.
 
     python -m benchmarks.gpu --page benchmarks/results/DATE_gpu_NAME.md
     python -m benchmarks.gpu --rehearse --page FILE
+    python -m benchmarks.gpu --only "packed chat" "sync check" --page FILE
+
+Three models are trained with this project and with the first available peer: TRL's SFTTrainer,
+transformers' Trainer, or an FSDP2 loop. The page has tokens/s, MFU and peak memory of both.
 
 The page is written after each stage, so an interrupted visit keeps its results. The most valuable
 stages come first. A stage that needs more than the rest of `--budget-s` is skipped. A stage that
@@ -10,9 +14,10 @@ If a stage fails, the page has the cause, a folder beside the page has the faile
 the next stage starts. Each run of the trainer is a separate process on generated data. Nothing is
 downloaded.
 
-Only torch 2.11 or newer, accelerate, numpy, psutil and safetensors are required. bitsandbytes (nf4)
-and torchao (fp8) are used if they are installed. `--rehearse` makes the same runs on the CPU with
-small sizes, to try the program; its speeds mean nothing.
+Only torch 2.11 or newer, accelerate, numpy, psutil and safetensors are required. transformers,
+peft, trl and datasets (peers), tokenizers (packed chat), bitsandbytes (nf4) and torchao (fp8) are
+used if they are installed. `--rehearse` makes the same runs on the CPU with small sizes, to try the
+program; its speeds mean nothing.
 
 Stages and results go to stderr. If stdout is a pipe or a file, one JSON object goes there. The exit
 status is 1 if a stage failed, and 10 if a package is missing or torch finds no CUDA device.
@@ -53,7 +58,9 @@ def main(argv: Sequence[str], *, stages: Sequence[Stage] | None = None) -> int:
     stages = STAGES if stages is None else stages
     names = [stage.name for stage in stages]
     if unknown := [name for name in arguments.only or () if name not in names]:
-        return _refuse(f"--only {unknown[0]!r}: no such stage. Use one of: {', '.join(names)}")
+        return _refuse(
+            f"--only {unknown[0]!r}: this stage does not exist. Use one of: {', '.join(names)}"
+        )
     try:
         # The first stage reads the device's facts.
         return _visit([s for s in stages if _runs(s, stages[0], arguments.only)], arguments)
@@ -115,7 +122,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--rehearse",
         action="store_true",
-        help="run on the CPU, with small sizes; takes about four minutes",
+        help="run on the CPU, with small sizes; takes about seven minutes",
     )
     made.add_argument(
         "--only",

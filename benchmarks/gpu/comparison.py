@@ -107,7 +107,9 @@ class Comparison:
         """Return the tables and notes; below the goals and in a rehearsal with the longest
         kernels."""
         parts = [markdown_table(_SPEEDS, [each.cells() for each in self._programs()])]
-        notes = (self._conditions(), *self.notes)
+        notes = [self._conditions(), *self.notes]
+        if rehearsal:
+            notes.append("Memory is the peak resident set of the process.")
         parts.append("\n".join(f"- {note}" for note in notes))
         if rehearsal or not self.reaches_goals():
             kind = "operators" if rehearsal else "kernels"
@@ -127,8 +129,9 @@ class Comparison:
         return (
             f"A step is one micro-batch of {case.micro_batch_size} sequences of "
             f"{case.sequence_length} tokens, in bf16 with SDPA, without activation "
-            "checkpointing, for every program. MFU is relative to the GEMM peak that our run "
-            f"measured, {self.peak_flops_per_s / 1e12:.3g} TFLOP/s."
+            "checkpointing, for every program. Trained weights are fp32, frozen linears bf16. MFU "
+            "is relative to the GEMM peak that our run measured, "
+            f"{self.peak_flops_per_s / 1e12:.3g} TFLOP/s."
         )
 
 

@@ -59,7 +59,7 @@ class PeerRun:
     """Name with the version."""
     report: dict[str, Any]
     reasons: tuple[str, ...]
-    """Sentences that say why the peers before it did not run."""
+    """Sentences with the reasons why the peers before it did not run."""
 
 
 def run_peer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.model_configs import LLAMA_3_1_8B, QWEN3_0_6B, SMOLLM2_135M
@@ -41,16 +41,8 @@ class SpeedCase:
 
     def rehearsed(self) -> SpeedCase:
         """Return the case with small sizes, for the CPU."""
-        return SpeedCase(
-            name=self.name,
-            config={**self.config, **_REHEARSED},
-            micro_batch_size=2,
-            sequence_length=32,
-            lora_rank=self.lora_rank,
-            least_ratio=self.least_ratio,
-            least_mfu=self.least_mfu,
-            ours_s=self.ours_s,
-        )
+        config = {**self.config, **_REHEARSED}
+        return replace(self, config=config, micro_batch_size=2, sequence_length=32)
 
     def adapter(self) -> dict[str, Any] | None:
         """Return the settings of the adapter; None if all weights are trained."""

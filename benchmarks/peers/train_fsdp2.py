@@ -1,6 +1,6 @@
 """A peer of `benchmarks.gpu`: a plain loop over transformers' model under FSDP2, on one rank.
 
-FSDP2 computes in bf16 and keeps trained weights in fp32. It wants one dtype for all parameters of
+FSDP2 computes in bf16 and keeps trained weights in fp32. It needs one dtype for all parameters of
 a layer, so an adapter is bf16 like its base.
 """
 

@@ -202,7 +202,9 @@ def test_an_unknown_stage_is_refused_with_the_names_of_the_stages(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["--rehearse", "--only", "nf8"], stages=[stage("nf4", passes)]) == 10
-    assert capsys.readouterr().err == ("error: --only 'nf8': no such stage. Use one of: nf4\n")
+    assert capsys.readouterr().err == (
+        "error: --only 'nf8': this stage does not exist. Use one of: nf4\n"
+    )
 
 
 @pytest.mark.processes
