@@ -12,26 +12,11 @@ from typing import Any
 import torch
 
 from benchmarks.harness import machine_class, today
+from benchmarks.model_configs import SMOLLM2_135M
 from benchmarks.peak import KINDS, Peak
 from payload.core.dtype import Dtype
 from payload.kernels.unavailable import KernelsUnavailableError
 
-SMOLLM2_135M = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "num_hidden_layers": 30,
-    "vocab_size": 49152,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100000,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-}
-"""The config.json of SmolLM2-135M; the weights are random."""
 _FAST_BF16 = ("amx", "avx512_bf16")
 """The classes of CPUs on which runs compute in bf16."""
 _FOUR_SEQUENCES_BYTES = 20 * 10**9

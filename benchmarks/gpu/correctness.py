@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
+from typing import Any
 
+from benchmarks.gpu.chat_inputs import chat_inputs
 from benchmarks.gpu.compare import has_same_checkpoint, largest_difference, started_from_scratch
 from benchmarks.gpu.runs import ON_CPU, Runs, Settings
 from benchmarks.gpu.visit import Found, NoGpuError, require_package
@@ -15,6 +18,9 @@ FP32_NORM = 1e-4
 BF16_LOSS = 5e-3
 BF16_NORM = 1e-2
 FP8_LOSS = 1e-2
+MIXTURE_LOSS = 5e-4
+"""Rounding decides which experts a token gets if two have nearly equal scores."""
+PEAK_DIFFERENCE = 0.1
 SHARD_LOSS = 1e-5
 
 _GPT2: Settings = {
@@ -25,14 +31,14 @@ _GPT2: Settings = {
     "optimizer.lr": 3e-4,
     "optimizer.min_lr": 3e-5,
 }
+_FOLDER: Settings = {"optimizer.lr": 3e-4, "optimizer.min_lr": 3e-5}
+"""Settings of runs from a model's folder."""
 _RESUME_STEPS, _RESUME_FROM = 6, 3
 
 
 def device(runs: Runs) -> Found:
     """Read the device's facts and the error of an fp32 matmul."""
-    path = runs.folder / "facts.json"
-    runs.programs.run("device", "benchmarks.gpu.probe", runs.device, str(path))
-    facts = runs.facts = json.loads(path.read_text(encoding="utf-8"))
+    facts = runs.facts = _probe(runs, "device", "benchmarks.gpu.probe")
     if "device" not in facts:
         raise NoGpuError(f"torch {facts['torch']} sees no CUDA device")
     error = facts["fp32_error"]
@@ -47,6 +53,35 @@ def fp32(runs: Runs) -> Found:
 def bf16(runs: Runs) -> Found:
     """Compare bf16 losses and the first gradient norm with the values of the CPU."""
     return _against_cpu(runs, "bf16", loss_bound=BF16_LOSS, norm_bound=BF16_NORM)
+
+
+def llama(runs: Runs) -> Found:
+    """Compare losses of a small Llama, all of whose weights are trained."""
+    return _folder_against_cpu(runs, "llama-full", runs.llama(), loss_bound=FP32_LOSS)
+
+
+def mixture(runs: Runs) -> Found:
+    """Compare losses of a small mixture of experts."""
+    return _folder_against_cpu(runs, "mixture", runs.mixture(), loss_bound=MIXTURE_LOSS)
+
+
+def chat(runs: Runs) -> Found:
+    """Compare losses of packed conversations, several in each sequence, in fp32 and bf16."""
+    require_package("tokenizers", setting="the task chat")
+    model, data = chat_inputs(runs)
+    settings: Settings = {**_FOLDER, "task.kind": "chat", "model.init": model, "data.dir": data}
+    in_bf16 = {**settings, "precision.dtype": "bf16"}
+    runs.train(
+        {
+            "chat": settings,
+            "chat-cpu": {**settings, **ON_CPU},
+            "chat-bf16": in_bf16,
+            "chat-bf16-cpu": {**in_bf16, **ON_CPU},
+        }
+    )
+    loss, rounded = _apart(runs, "chat", "chat-cpu"), _apart(runs, "chat-bf16", "chat-bf16-cpu")
+    text = f"fp32 losses {loss:.1e}, bf16 losses {rounded:.1e}"
+    return Found(text=text, passed=loss <= FP32_LOSS and rounded <= BF16_LOSS)
 
 
 def deterministic_resume(runs: Runs) -> Found:
@@ -70,6 +105,30 @@ def resume_on_cpu(runs: Runs) -> Found:
     whole, half = _resume(runs, "plain", {}, suffix="cpu", resumed=ON_CPU)
     loss = _apart(runs, half, whole)
     return Found(text=f"losses {loss:.1e}", passed=loss <= FP32_LOSS)
+
+
+def resume_from_cpu(runs: Runs) -> Found:
+    """Compare the losses after the device resumes the CPU's run."""
+    on_device: Settings = {"device.kind": runs.device, "engine.kernels": "auto"}
+    whole, half = _resume(runs, "on-cpu", ON_CPU, resumed=on_device)
+    loss = _apart(runs, half, whole)
+    return Found(text=f"losses {loss:.1e}", passed=loss <= FP32_LOSS)
+
+
+def sync_check(runs: Runs) -> Found:
+    """Try the sync check on the device's tensors."""
+    found = _probe(runs, "sync-check", "benchmarks.gpu.probe_sync_check")
+    text = ", ".join(name if right else f"NOT {name}" for name, right in found.items())
+    return Found(text=text, passed=all(found.values()))
+
+
+def peak(runs: Runs) -> Found:
+    """Compare the calibration's GEMM peak with a direct measurement."""
+    rates = _probe(runs, "peak", "benchmarks.gpu.probe_peak")
+    calibrated, direct = rates["calibrated"], rates["direct"]
+    apart = abs(calibrated / direct - 1)
+    text = f"{calibrated / 1e12:,.2f} and {direct / 1e12:,.2f} TFLOP/s, {apart:.1%} apart"
+    return Found(text=text, passed=runs.rehearsal or apart <= PEAK_DIFFERENCE, numbers=rates)
 
 
 def lora(runs: Runs) -> Found:
@@ -108,6 +167,21 @@ def shard(runs: Runs) -> Found:
     runs.train({"shard": sharded}, module="benchmarks.gpu.one_rank_shard")
     loss = _apart(runs, "shard", "fp32")
     return Found(text=f"losses {loss:.1e}", passed=loss <= SHARD_LOSS)
+
+
+def _folder_against_cpu(runs: Runs, name: str, folder: Path, *, loss_bound: float) -> Found:
+    settings: Settings = {**_FOLDER, "model.init": folder}
+    runs.train({name: settings, f"{name}-cpu": {**settings, **ON_CPU}})
+    loss = _apart(runs, name, f"{name}-cpu")
+    return Found(text=f"losses {loss:.1e}", passed=loss <= loss_bound)
+
+
+def _probe(runs: Runs, name: str, module: str) -> dict[str, Any]:
+    """Run a program that writes a JSON object for the device; return the object."""
+    path = runs.folder / f"{name}.json"
+    runs.programs.run(name, module, runs.device, str(path))
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def _against_cpu(runs: Runs, dtype: str, *, loss_bound: float, norm_bound: float) -> Found:

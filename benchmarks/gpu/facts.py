@@ -11,7 +11,17 @@ from benchmarks.harness import describe_machine, package_versions
 
 REQUIRED = ("accelerate", "numpy", "psutil", "safetensors", "torch")
 """Packages that every stage needs."""
-_NAMED = ("torch", "accelerate", "transformers", "peft", "triton", "bitsandbytes", "torchao")
+_NAMED = (
+    "torch",
+    "accelerate",
+    "transformers",
+    "peft",
+    "trl",
+    "datasets",
+    "triton",
+    "bitsandbytes",
+    "torchao",
+)
 
 
 def missing_packages(names: Sequence[str] = REQUIRED) -> list[str]:

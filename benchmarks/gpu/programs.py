@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -23,9 +24,11 @@ _LOG_BYTES = 2**20
 class ProgramError(RuntimeError):
     """A program failed or exceeded its limit; the message is the cause in one line."""
 
-    def __init__(self, cause: str, *, log: Path) -> None:
+    def __init__(self, cause: str, *, log: Path, status: int | None = None) -> None:
         super().__init__(cause)
         self.log = log
+        self.status = status
+        """Exit status; None if the program exceeded a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,10 @@ class Programs:
         self._ends_s = 0.0
         self._running: list[Program] = []
 
+    def left_s(self) -> float:
+        """Return the seconds that are left of the stage's time limit."""
+        return max(0.0, self._ends_s - time.monotonic())
+
     def limit(self, seconds: float) -> None:
         """Limit the programs to this time from now."""
         self.limit_s, self._ends_s = seconds, time.monotonic() + seconds
@@ -61,6 +68,8 @@ class Programs:
             "PYTHONUNBUFFERED": "1",
             # Without it each request to the hub would wait for a timeout.
             "HF_HUB_OFFLINE": "1",
+            # transformers' Trainer would use every GPU in one process.
+            "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0],
         }
         if threads is not None:
             settings["OMP_NUM_THREADS"] = str(threads)
@@ -81,15 +90,18 @@ class Programs:
         self._running.append(program)
         return program
 
-    def wait(self, program: Program) -> None:
-        """Wait for the program. Raises ProgramError if it failed or exceeded the limit."""
-        left_s = max(0.0, self._ends_s - time.monotonic())
+    def wait(self, program: Program, *, limit_s: float = math.inf) -> None:
+        """Wait for the program, for at most `limit_s` within the stage's limit.
+
+        Raises ProgramError if the program failed or exceeded a limit.
+        """
+        allowed_s = min(limit_s, self.limit_s)
         try:
-            status = program.process.wait(timeout=left_s)
+            status = program.process.wait(timeout=min(limit_s, self.left_s()))
         except subprocess.TimeoutExpired:
             self._end(program)
             raise ProgramError(
-                f"{program.name} was killed at the limit of {self.limit_s:.0f} s; last output: "
+                f"{program.name} was killed at the limit of {allowed_s:.0f} s; last output: "
                 f"{cause_in(program.log)}",
                 log=program.log,
             ) from None
@@ -97,13 +109,15 @@ class Programs:
         if status:
             reason = f"exit code {status}" if status > 0 else f"killed by {_signal_name(-status)}"
             raise ProgramError(
-                f"{program.name}, {reason}: {cause_in(program.log)}", log=program.log
+                f"{program.name}, {reason}: {cause_in(program.log)}",
+                log=program.log,
+                status=status,
             )
         program.log.unlink(missing_ok=True)
 
-    def run(self, name: str, module: str, *arguments: str) -> None:
+    def run(self, name: str, module: str, *arguments: str, limit_s: float = math.inf) -> None:
         """Start a program and wait for it. Raises ProgramError."""
-        self.wait(self.start(name, module, *arguments))
+        self.wait(self.start(name, module, *arguments), limit_s=limit_s)
 
     def stop(self) -> None:
         """Kill every running program and remove its log; keep the logs of failures."""

@@ -95,6 +95,9 @@ def render(
     ]
     if causes:
         parts += ["Causes of failures:", "\n".join(causes)]
+    for each in results:
+        if each.details:
+            parts += [f"## {each.name}", each.details]
     if not_run:
         parts.append(f"Not run yet: {', '.join(not_run)}.")
     return "\n\n".join(parts) + "\n"

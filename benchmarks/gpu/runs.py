@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import save_file
-
+from benchmarks.gpu.measured_run import MEMORY_FILE
+from benchmarks.gpu.models import small_llama, small_mixture, write_small
 from benchmarks.gpu.programs import Program, Programs
 from payload.run_record.metrics_log import read_metrics
 from payload.run_record.run_files import RunPaths, Summary, read_json
@@ -38,14 +38,15 @@ class Runs:
         self.facts: Mapping[str, Any] = {}
         """The device's facts, from the first stage."""
         self._rows: dict[str, Rows] = {}
-        self._data = make_data_folder(
-            folder / "data",
-            vocab_size=self.vocab_size,
-            num_train_tokens=20_000 if rehearsal else 2_000_000,
-        )
 
-    def train(self, settings: Mapping[str, Settings], *, module: str = "payload.train") -> None:
-        """Train the named runs at the same time; existing runs are reused.
+    def train(
+        self,
+        settings: Mapping[str, Settings],
+        *,
+        module: str = "payload.train",
+        limit_s: float = math.inf,
+    ) -> None:
+        """Train the named runs at the same time, each for at most `limit_s`; reuse existing runs.
 
         Raises ProgramError.
         """
@@ -55,7 +56,7 @@ class Runs:
         threads = max(1, cores // max(1, len(names)))
         started = {name: self._start(name, settings[name], module, threads) for name in names}
         for name, program in started.items():
-            self.programs.wait(program)
+            self.programs.wait(program, limit_s=limit_s)
             rows = read_metrics(self.paths(name).metrics)
             self._rows[name] = [row for row in rows if "loss" in row]
 
@@ -73,6 +74,22 @@ class Runs:
         assert found is not None, f"{name} has no summary"
         return found
 
+    def peak_memory(self, name: str) -> dict[str, Any]:
+        """Return the peak memory of a run that `benchmarks.gpu.measured_run` trained, in bytes."""
+        text = (self.paths(name).root / MEMORY_FILE).read_text(encoding="utf-8")
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+    def data(self, vocab_size: int) -> Path:
+        """Return a data folder whose tokens fit a vocabulary of `vocab_size`."""
+        # A larger vocabulary would need four bytes for each token.
+        vocab_size = min(vocab_size, self.vocab_size)
+        folder = self.folder / f"data-{vocab_size}"
+        if not folder.exists():
+            count = 20_000 if self.rehearsal else 2_000_000
+            make_data_folder(folder, vocab_size=vocab_size, num_train_tokens=count)
+        return folder
+
     def sequence_length(self) -> int:
         """Return the sequence length of comparisons with the CPU."""
         return 32 if self.rehearsal else 256
@@ -83,14 +100,17 @@ class Runs:
 
     def llama(self) -> Path:
         """Return the folder of a small Llama with random weights."""
-        folder = self.folder / "llama"
-        if not (folder / "config.json").exists():
-            write_llama(folder, vocab_size=self.vocab_size)
-        return folder
+        folder = self.folder / "model-llama"
+        return folder if folder.exists() else write_small(folder, small_llama(self.vocab_size))
+
+    def mixture(self) -> Path:
+        """Return the folder of a small mixture of experts with random weights."""
+        folder = self.folder / "model-mixture"
+        return folder if folder.exists() else write_small(folder, small_mixture(self.vocab_size))
 
     def _start(self, name: str, settings: Settings, module: str, threads: int) -> Program:
         defaults: Settings = {
-            "data.dir": self._data,
+            "data.dir": self.data(self.vocab_size),
             "data.sequence_length": self.sequence_length(),
             "batch.global_batch_size": 8,
             "batch.micro_batch_size": 4,
@@ -106,51 +126,3 @@ class Runs:
         empty.touch()
         where = ("--config", str(empty), "--run-dir", str(self.paths(name).root))
         return self.programs.start(name, module, *where, *options, threads=threads)
-
-
-def write_llama(folder: Path, *, vocab_size: int) -> None:
-    """Write a Llama of 4 layers and width 256 with random weights, in transformers' layout."""
-    width, inner, heads, kv_heads = 256, 512, 4, 2
-    kv_width = width // heads * kv_heads
-    linears = {
-        "self_attn.q_proj": (width, width),
-        "self_attn.k_proj": (kv_width, width),
-        "self_attn.v_proj": (kv_width, width),
-        "self_attn.o_proj": (width, width),
-        "mlp.gate_proj": (inner, width),
-        "mlp.up_proj": (inner, width),
-        "mlp.down_proj": (width, inner),
-    }
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": vocab_size,
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "num_hidden_layers": 4,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 1024,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10_000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (vocab_size, width),
-        "model.norm.weight": (width,),
-        "lm_head.weight": (vocab_size, width),
-    }
-    for layer in range(4):
-        prefix = f"model.layers.{layer}"
-        shapes |= {f"{prefix}.{name}.weight": shape for name, shape in linears.items()}
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{prefix}.{norm}.weight"] = (width,)
-    generator = np.random.default_rng(1)
-    tensors = {
-        name: generator.normal(float(len(shape) == 1), 0.02, shape).astype(np.float32)
-        for name, shape in shapes.items()
-    }
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -12,6 +12,8 @@ from benchmarks.gpu.visit import Found, Stage, require_package
 from payload.config.run_config import load_run_config
 
 LEAST_MFU = 0.40
+_LEAST_FILLED = 0.25
+"""Least share of the device's memory that a run fills if it chooses the micro-batch."""
 _WARM_UP_STEPS = 4
 _AUTO_BATCH = 512
 """Global batch size if the run chooses the micro-batch."""
@@ -31,9 +33,7 @@ def at_micro_batch(
     return Stage(
         name=name,
         compared="GPT-2 124M in bf16, 1024 tokens a sequence, with the measured GEMM peak",
-        wanted=(
-            f"MFU of at least {LEAST_MFU:.0%}; in a rehearsal any" if judged else "the run ends"
-        ),
+        wanted=_wanted(size, judged=judged),
         estimate_s=estimate_s,
         run=partial(
             _measure,
@@ -56,6 +56,17 @@ def in_fp8(runs: Runs) -> Settings:
     return {"precision.fp8": runs.fp8()}
 
 
+def _wanted(size: int | str, *, judged: bool) -> str:
+    if judged:
+        return f"MFU of at least {LEAST_MFU:.0%}; in a rehearsal any"
+    if size == "auto":
+        return (
+            f"the run ends, and fills {_LEAST_FILLED:.0%} of the memory or takes the batch of "
+            f"{_AUTO_BATCH} in one micro-batch; in a rehearsal it ends"
+        )
+    return "the run ends"
+
+
 def _measure(
     runs: Runs,
     *,
@@ -65,7 +76,10 @@ def _measure(
     settings: Callable[[Runs], Settings],
 ) -> Found:
     """Train; return MFU, tokens a second and step time."""
-    runs.train({name: {**_settings(size, rehearsal=runs.rehearsal), **settings(runs)}})
+    runs.train(
+        {name: {**_settings(size, rehearsal=runs.rehearsal), **settings(runs)}},
+        module="benchmarks.gpu.measured_run",
+    )
     rows = runs.rows(name)[_WARM_UP_STEPS:]
     step_s, tokens_per_s = (
         statistics.median(row[key] for row in rows) for key in ("step_time_s", "tokens_per_s")
@@ -79,10 +93,16 @@ def _measure(
     text = (
         f"{'unknown' if mfu is None else f'{mfu:.1%}'} MFU, {tokens_per_s:,.0f} tokens/s, "
         f"{1000 * step_s:,.1f} ms a step, micro-batch {chosen}, "
-        f"peak {(runs.summary(name).peak_flops_per_s or 0.0) / 1e12:,.1f} TFLOP/s"
+        f"GEMM peak {(runs.summary(name).peak_flops_per_s or 0.0) / 1e12:,.1f} TFLOP/s"
     )
-    enough = mfu is not None and mfu >= LEAST_MFU
-    return Found(text=text, passed=enough or not judged or runs.rehearsal)
+    memory = runs.peak_memory(name)
+    text += f", peak memory {memory['allocated_bytes'] / 2**30:,.1f} GiB"
+    enough = not judged or (mfu is not None and mfu >= LEAST_MFU)
+    if size == "auto" and not runs.rehearsal:
+        filled = memory["reserved_bytes"] / 2**30 / runs.facts["memory_gib"]
+        text += f", {filled:.0%} of the device's reserved"
+        enough = filled >= _LEAST_FILLED or chosen == _AUTO_BATCH
+    return Found(text=text, passed=enough or runs.rehearsal)
 
 
 def _settings(size: int | str, *, rehearsal: bool) -> Settings:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from benchmarks.gpu import correctness as check
 from benchmarks.gpu import speed
+from benchmarks.gpu.beside_peer import beside_peer
+from benchmarks.gpu.speed_cases import SPEED_CASES
 from benchmarks.gpu.visit import Stage
 
 
@@ -14,6 +16,7 @@ def _bound(number: float) -> str:
 
 _FP32_LOSSES = f"losses within {_bound(check.FP32_LOSS)}"
 _BF16_LOSSES = f"losses within {_bound(check.BF16_LOSS)}"
+_MIXTURE_LOSSES = f"losses within {_bound(check.MIXTURE_LOSS)}"
 _ADAPTER = f"fp32 {_FP32_LOSSES}, bf16 {_BF16_LOSSES}, the loss falls"
 
 STAGES: tuple[Stage, ...] = (
@@ -38,6 +41,28 @@ STAGES: tuple[Stage, ...] = (
         estimate_s=40,
         run=check.bf16,
     ),
+    *map(beside_peer, SPEED_CASES),
+    Stage(
+        name="Llama",
+        compared="a Llama of 4 layers in fp32 with the CPU's run",
+        wanted=_FP32_LOSSES,
+        estimate_s=25,
+        run=check.llama,
+    ),
+    Stage(
+        name="mixture of experts",
+        compared="a Qwen3 mixture of 8 experts and 4 layers in fp32 with the CPU's run",
+        wanted=_MIXTURE_LOSSES,
+        estimate_s=30,
+        run=check.mixture,
+    ),
+    Stage(
+        name="packed chat",
+        compared="several conversations in a sequence with the CPU's run, in fp32 and in bf16",
+        wanted=f"fp32 {_FP32_LOSSES}, bf16 {_BF16_LOSSES}",
+        estimate_s=35,
+        run=check.chat,
+    ),
     Stage(
         name="deterministic resume",
         compared="engine.deterministic: a resumed run with an uninterrupted one",
@@ -58,6 +83,27 @@ STAGES: tuple[Stage, ...] = (
         wanted=_FP32_LOSSES,
         estimate_s=20,
         run=check.resume_on_cpu,
+    ),
+    Stage(
+        name="resume from the CPU",
+        compared="the CPU's run resumed on the device with the uninterrupted run",
+        wanted=_FP32_LOSSES,
+        estimate_s=20,
+        run=check.resume_from_cpu,
+    ),
+    Stage(
+        name="peak",
+        compared="the calibration's bf16 GEMM peak with a direct measurement",
+        wanted=f"at most {check.PEAK_DIFFERENCE:.0%} apart; in a rehearsal any",
+        estimate_s=20,
+        run=check.peak,
+    ),
+    Stage(
+        name="sync check",
+        compared="digests of the device's tensors with the CPU's; a flipped bit and a NaN",
+        wanted="equal digests, both found",
+        estimate_s=15,
+        run=check.sync_check,
     ),
     Stage(
         name="LoRA",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.gpu.programs import ProgramError
 from benchmarks.gpu.runs import Runs
@@ -36,6 +36,10 @@ class Found:
 
     text: str
     passed: bool
+    details: str = ""
+    """Tables and lists for a section of the page, in Markdown."""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    """Measurements for the JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,8 @@ class StageResult:
     """Cause of a failure; None for any other outcome."""
     log: str | None = None
     """Log of the failed program, relative to the page's folder."""
+    details: str = ""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
 def require_package(name: str, *, setting: str) -> None:
@@ -101,7 +107,8 @@ def _run(stage: Stage, runs: Runs) -> StageResult:
         return _failed(stage, f"{type(error).__name__}: {error}", log)
     finally:
         runs.programs.stop()
-    return _result(stage, found.text, "passed" if found.passed else "failed")
+    result = _result(stage, found.text, "passed" if found.passed else "failed")
+    return replace(result, details=found.details, numbers=found.numbers)
 
 
 def _result(stage: Stage, found: str, outcome: Outcome) -> StageResult:

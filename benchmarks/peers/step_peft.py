@@ -56,15 +56,21 @@ def peft_model(base: Any, adapter: dict[str, Any]) -> Any:
     """Return transformers' model with PEFT's adapter, ready to train."""
     import peft
 
-    config = peft.LoraConfig(
+    untyped: Any = peft
+    return untyped.get_peft_model(base, lora_config(adapter)).train()
+
+
+def lora_config(adapter: dict[str, Any]) -> Any:
+    """Return PEFT's settings of an adapter on all linears of the layers."""
+    import peft
+
+    return peft.LoraConfig(
         r=adapter["rank"],
         lora_alpha=adapter["alpha"],
         lora_dropout=adapter["dropout"],
         target_modules="all-linear",
         task_type="CAUSAL_LM",
     )
-    untyped: Any = peft
-    return untyped.get_peft_model(base, config).train()
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def main(work: dict[str, Any]) -> None:
             model=transformers_model(Path(work["folder"])),
             args=settings,
             train_dataset=Dataset.from_list(rows),
-            processing_class=_tokenizer(),
+            processing_class=padding_tokenizer(),
             callbacks=[clock],
         )
         trained = trainer.train()
@@ -92,7 +92,7 @@ def main(work: dict[str, Any]) -> None:
     print(json.dumps(report))
 
 
-def _tokenizer() -> Any:
+def padding_tokenizer() -> Any:
     """Return a tokenizer that only defines the padding token, which the trainer needs."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

@@ -162,7 +162,7 @@ class Trainer:
         train, rank = context.config.train, context.world.rank
         if (step, rank) != (train.profile_step, train.profile_rank):
             return nullcontext()
-        return profiled(context.paths.profile, step=step, rank=rank)
+        return profiled(context.paths.profile, step=step, rank=rank, is_cpu=context.world.is_cpu)
 
     def wall_s(self) -> float:
         """Return the seconds spent training, over all attempts."""

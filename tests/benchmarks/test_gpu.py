@@ -182,9 +182,29 @@ def test_without_a_cuda_device_the_command_says_so_and_writes_no_page(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert main(["--page", str(tmp_path / "page.md")]) == 10
     begun, *error = capsys.readouterr().err.splitlines()
-    assert begun == "stage 1 of 16: device"
+    assert begun == "stage 1 of 25: device"
     assert re.match(r"error: .* sees no CUDA device. Run this on a machine", " ".join(error))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.processes
+def test_a_visit_of_chosen_stages_begins_with_the_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = [stage(name, passes) for name in ("device", "fp32", "sync check", "nf4")]
+    page = tmp_path / "page.md"
+    found = visit(stages, page, capsys, "--only", "nf4", "sync check")
+    assert [each["name"] for each in found] == ["device", "sync check", "nf4"]
+    assert "--rehearse --only nf4 'sync check' --page FILE`" in page.read_text()
+
+
+def test_an_unknown_stage_is_refused_with_the_names_of_the_stages(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--rehearse", "--only", "nf8"], stages=[stage("nf4", passes)]) == 10
+    assert capsys.readouterr().err == (
+        "error: --only 'nf8': this stage does not exist. Use one of: nf4\n"
+    )
 
 
 @pytest.mark.processes
