@@ -41,6 +41,11 @@ def shown_name(name: str) -> str:
     return printable(name).replace("\n", " ")
 
 
+def counted(count: int, noun: str) -> str:
+    """Return the number and the noun, in the plural unless the number is 1."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def one_line(text: object) -> str:
     """Return the first line of another program's message, shortened, with a full stop."""
     lines = printable(str(text)).strip().splitlines() or [type(text).__name__]

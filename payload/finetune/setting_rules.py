@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from payload.config.settings import toml_value
 from payload.core.errors import ConfigError
-from payload.core.printable_text import PLAIN_TEXT, shown
+from payload.core.printable_text import PLAIN_TEXT, counted, shown
 from payload.core.tasks import TaskKind
 from payload.models.spec import ModelSpec
 
@@ -105,15 +105,14 @@ def batch(task: TaskKind, found: DataSize, *, length: int, ranks: int) -> Choice
     while 2 * size * ranks <= limit and found.sequences // (2 * size * ranks) >= _TARGET_STEPS // 3:
         size *= 2
     steps = max(1, found.sequences // (size * ranks))
-    numbers = (
-        f"{count:,} {unit}{'' if count == 1 else 's'}"
-        for count, unit in ((found.sequences, "sequence"), (steps, "step"))
-    )
     shared = f", shared by {ranks} ranks" if ranks > 1 else ""
     return Choice(
         key="batch.global_batch_size",
         value=size * ranks,
-        reason=f"{' in an epoch give '.join(numbers)}{shared}",
+        reason=(
+            f"an epoch has {counted(found.sequences, 'sequence')} in {counted(steps, 'step')}"
+            f"{shared}"
+        ),
     )
 
 

@@ -151,10 +151,14 @@ class Trainer:
         return Outcome(step=self._step, stopped=stopping)
 
     def _needs_results(self) -> bool:
-        """Return whether more than a step follows, which needs this step's results."""
+        """Return whether more than a step follows, which needs this step's results.
+
+        A step that is profiled also waits for them: the profiler takes time to start.
+        """
         train, step = self._context.config.train, self._step
         every = train.checkpoint_every, train.sync_check_every, train.eval_every
-        return step == train.steps or any(_due(step, each) for each in every)
+        is_last = step == train.steps
+        return is_last or step + 1 == train.profile_step or any(_due(step, each) for each in every)
 
     def _profiling(self) -> AbstractContextManager[None]:
         """Return a profiler if the config selects the next step and this rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,22 @@ def test_a_stop_request_is_read_late_and_every_step_is_recorded(
     assert (stopped.step, stopped.stopped) == (2, True)
     assert [row["step"] for row in rows(tmp_path) if "loss" in row] == [1, 2]
     assert RunPaths(tmp_path).checkpoint(2).exists()
+
+
+@pytest.mark.usefixtures("late")
+def test_the_profiler_starts_when_the_steps_before_are_complete(
+    tmp_path: Path, tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[int] = []
+
+    def profiled(_folder: Path, *, step: int, rank: int) -> AbstractContextManager[None]:
+        recorded.extend([step, rank, *(row["step"] for row in rows(tmp_path) if "loss" in row)])
+        return nullcontext()
+
+    monkeypatch.setattr(trainer, "profiled", profiled)
+    settings = ("train.steps=4", "train.eval_every=0", "train.profile_step=3")
+    train_alone(tmp_path, tiny_config, *settings)
+    assert recorded == [3, 0, 1, 2]
 
 
 def test_results_keep_their_parts() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from payload.config.run_config import RunConfig
-from payload.core.printable_text import printable
+from payload.core.printable_text import counted, printable
 from payload.launch.ranks import Placement
 from payload.machines.machine_facts import INSTALL_COMPILER, MachineFacts
 from payload.orchestrate.findings.nodes import GPU, Finding
@@ -110,7 +110,7 @@ def _rows(
 def _cores_text(facts: MachineFacts, report: Report) -> str:
     (node,) = report.facts.values()
     cores = node.physical_cores or facts.usable_cpus
-    return f"{_counted(cores, 'usable core')}, {_counted(facts.cpus, 'CPU')}"
+    return f"{counted(cores, 'usable core')}, {counted(facts.cpus, 'CPU')}"
 
 
 def _kernels_text(facts: MachineFacts, report: Report, config: RunConfig) -> str:
@@ -153,9 +153,9 @@ def _limits_row(facts: MachineFacts) -> Row:
     limits = facts.limits
     parts = []
     if limits.cpus is not None and limits.cpus < facts.usable_cpus:
-        parts.append(f"a quota of {limits.cpus:g} of {_counted(facts.usable_cpus, 'CPU')}")
+        parts.append(f"a quota of {limits.cpus:g} of {counted(facts.usable_cpus, 'CPU')}")
     if facts.usable_cpus < facts.cpus:
-        parts.append(f"{facts.usable_cpus} of {_counted(facts.cpus, 'CPU')} allowed")
+        parts.append(f"{facts.usable_cpus} of {counted(facts.cpus, 'CPU')} allowed")
     if limits.memory_bytes is not None and limits.memory_bytes < facts.total_memory_bytes:
         parts.append(
             f"{_gib(limits.memory_bytes)} of {_gib(facts.total_memory_bytes)} GiB of memory"
@@ -193,11 +193,11 @@ def _allocator_row(facts: MachineFacts, *, malloc: str) -> Row:
 
 def _numa_row(report: Report, placement: Placement) -> Row:
     (node,) = report.facts.values()
-    domains = _counted(node.numa_domains or 1, "domain")
+    domains = counted(node.numa_domains or 1, "domain")
     threads = placement.ranks[0].threads
-    ranks = _counted(placement.ranks_per_node, "rank")
+    ranks = counted(placement.ranks_per_node, "rank")
     return Row(
-        label="NUMA", text=f"{domains}: a run starts {ranks} of {_counted(threads, 'thread')}"
+        label="NUMA", text=f"{domains}: a run starts {ranks} of {counted(threads, 'thread')}"
     )
 
 
@@ -207,10 +207,6 @@ def _launcher_text(report: Report) -> str:
     if not tried:
         return "not tried"
     return ", ".join(f"{check} {report.status(node, check)}" for check in tried)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _gib(size_bytes: int) -> str:
