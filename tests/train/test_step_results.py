@@ -103,7 +103,7 @@ def test_the_profiler_starts_when_the_steps_before_are_complete(
 ) -> None:
     recorded: list[int] = []
 
-    def profiled(_folder: Path, *, step: int, rank: int) -> AbstractContextManager[None]:
+    def profiled(_: Path, *, step: int, rank: int, **_more: Any) -> AbstractContextManager[None]:
         recorded.extend([step, rank, *(row["step"] for row in rows(tmp_path) if "loss" in row)])
         return nullcontext()
 
