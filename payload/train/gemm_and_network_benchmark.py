@@ -16,6 +16,7 @@ from torch import nn
 from payload.config.training_sections import DtypeChoice
 from payload.core.dtype import BF16_MIN_GAIN, Dtype
 from payload.estimates.network import ShardTimes
+from payload.machines.core_speed import has_bf16
 from payload.train.models.quantized import QuantizedLinear
 from payload.train.ranks.world import World
 from payload.train.strategies.shard_calibration import ShardingSetup, measure_shards
@@ -26,6 +27,9 @@ TORCH_DTYPES: dict[Dtype, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.
 # short enough to run uninterrupted at times on a busy machine.
 _GEMM_SIZES = (1024, 2048)
 _GPU_GEMM_SIZES = (4096, 8192)
+# In emulated bf16 on AVX2, the small product took 3 s. A product of this size is then enough.
+_PROBE_SIZE, _PROBE_BUDGET_S = 256, 0.02
+_SLOW_PRODUCT_S = 0.25
 _GEMM_BUDGET_S = 0.15
 # Corresponds to 0.2 TFLOP/s. On a slower rank, the large product has no higher FLOP/s and takes
 # longer than a short round.
@@ -68,8 +72,9 @@ def calibrate(
     """
     world.barrier()
     dtypes: tuple[Dtype, ...] = ("bf16", "fp32") if choice == "auto" else (choice,)
-    small, _ = _gemm_sizes(world)
-    speeds = {dtype: _gemm_flops_per_s(world, dtype, small) for dtype in dtypes}
+    speeds = {
+        dtype: _gemm_flops_per_s(world, dtype, _small_size(world, dtype)) for dtype in dtypes
+    }
     dtype, reason = _choose(choice, _sum_over_ranks(world, speeds))
     peak = _with_large_product(world, dtype, speeds[dtype])
     all_reduce = measure_exchange(world).bytes_per_s() if world.world_size > 1 else None
@@ -123,9 +128,22 @@ def _gemm_sizes(world: World) -> tuple[int, int]:
     return _GEMM_SIZES if world.is_cpu else _GPU_GEMM_SIZES
 
 
+def _small_size(world: World, dtype: Dtype) -> int:
+    """Return the size of the small matmul: a tiny one if emulated bf16 is very slow.
+
+    Other programs disturb tiny matmuls most, so only a CPU without bf16 measures them.
+    """
+    small, _ = _gemm_sizes(world)
+    if not world.is_cpu or dtype != "bf16" or has_bf16() is not False:
+        return small
+    factors = _factors(world, _PROBE_SIZE, TORCH_DTYPES[dtype])
+    probe_s = _best_product_s(world, *factors, budget_s=_PROBE_BUDGET_S)
+    return small if probe_s * (small / _PROBE_SIZE) ** 3 < _SLOW_PRODUCT_S else _PROBE_SIZE
+
+
 def gemm_peak(world: World, dtype: Dtype, *, budget_s: float) -> float:
     """Return this rank's GEMM peak in FLOP/s; each size of matmul is measured for `budget_s`."""
-    small = _gemm_flops_per_s(world, dtype, _gemm_sizes(world)[0], budget_s=budget_s)
+    small = _gemm_flops_per_s(world, dtype, _small_size(world, dtype), budget_s=budget_s)
     return _with_large_product(world, dtype, small, budget_s=budget_s)
 
 
@@ -162,9 +180,10 @@ def gemm_rounds_flops_per_s(world: World, *, rounds: int, round_s: float) -> dic
     """
     factors, (few, many) = {}, _gemm_sizes(world)
     for name, dtype in TORCH_DTYPES.items():
-        small = _factors(world, few, dtype)
-        is_fast = _best_product_s(world, *small, budget_s=0.0) < _FAST_PRODUCT_S
-        large = world.broadcast(is_fast, bool)
+        size = world.broadcast(_small_size(world, name), int)
+        small = _factors(world, size, dtype)
+        few_s = _best_product_s(world, *small, budget_s=0.0) * (few / size) ** 3
+        large = world.broadcast(few_s < _FAST_PRODUCT_S, bool)
         factors[name] = _factors(world, many, dtype) if large else small
     found: dict[Dtype, list[float]] = {name: [] for name in factors}
     for _ in range(rounds):
