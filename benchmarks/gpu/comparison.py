@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.gpu.speed_cases import SpeedCase
 from benchmarks.harness import markdown_table
 from payload.core.one_line import shortened
+from payload.core.printable_text import counted
 from payload.run_record.profile_table import Operator
 
 _SHOWN, _NAME_CHARS = 5, 100
@@ -127,7 +128,7 @@ class Comparison:
     def _conditions(self) -> str:
         case = self.case
         return (
-            f"A step is one micro-batch of {case.micro_batch_size} sequences of "
+            f"A step is one micro-batch of {counted(case.micro_batch_size, 'sequence')} of "
             f"{case.sequence_length} tokens, in bf16 with SDPA, without activation "
             "checkpointing, for every program. Trained weights are fp32, frozen linears bf16. MFU "
             "is relative to the GEMM peak that our run measured, "

@@ -1,4 +1,4 @@
-"""What the peers of `benchmarks.gpu` share: the clock, the model and the report."""
+"""The clock, the model and the report of every peer of `benchmarks.gpu`."""
 
 from __future__ import annotations
 

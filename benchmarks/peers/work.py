@@ -1,4 +1,4 @@
-"""What a peer of `benchmarks.gpu` trains.
+"""The work of a peer of `benchmarks.gpu`.
 
 A peer is started as `python -m MODULE WORK`, where WORK is a `Work` as JSON. All peers train on the
 same rows of the same token file, in the same order, for the same number of steps.
@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a peer trains, and where it writes its report."""
+    """The model and the steps of a peer, and the path of its report."""
 
     folder: str
     """Folder of the model in the Hugging Face layout."""
