@@ -72,9 +72,7 @@ def calibrate(
     """
     world.barrier()
     dtypes: tuple[Dtype, ...] = ("bf16", "fp32") if choice == "auto" else (choice,)
-    speeds = {
-        dtype: _gemm_flops_per_s(world, dtype, _small_size(world, dtype)) for dtype in dtypes
-    }
+    speeds = {dtype: _gemm_flops_per_s(world, dtype, _small_size(world, dtype)) for dtype in dtypes}
     dtype, reason = _choose(choice, _sum_over_ranks(world, speeds))
     peak = _with_large_product(world, dtype, speeds[dtype])
     all_reduce = measure_exchange(world).bytes_per_s() if world.world_size > 1 else None
