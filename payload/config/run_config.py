@@ -178,6 +178,7 @@ class RunConfig:
 
     def rank_setting(self, *, dtype: Dtype, world_size: int) -> RankSetting:
         """Return the settings of a rank that its memory estimate depends on."""
+        optimizer = find_optimizer(self.optimizer.name)
         return RankSetting(
             micro_batch_size=self.batch.micro_batch() * self.task.sequences_per_sample(),
             dtype=dtype,
@@ -188,7 +189,8 @@ class RunConfig:
             tensor=self.distributed.tensor_parallel,
             stages=self.distributed.pipeline_parallel,
             micro_batches_kept=self._micro_batches_kept(world_size),
-            state_bytes=find_optimizer(self.optimizer.name).state_bytes,
+            state_bytes=optimizer.state_bytes,
+            keeps_bf16_gradients=optimizer.keeps_bf16_gradients,
             chunks_loss=self.device.kind == "cuda",
         )
 

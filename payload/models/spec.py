@@ -108,6 +108,9 @@ class RankSetting:
 
     state_bytes: int = field(default_factory=default_state_bytes)
     """Bytes of optimizer state for a trained weight."""
+    keeps_bf16_gradients: tuple[bool, bool] = (True, True)
+    """Whether the optimizer lets the gradients of the layers' matrices, and of the head, stay in
+    bf16."""
     chunks_loss: bool = False
     """True if the loss is computed in chunks of tokens without kernels, as on GPUs."""
 
@@ -123,6 +126,10 @@ class RankSetting:
         """
         size = 16 if self.dtype == "bf16" else 12
         return size * rows * (min(tokens, logits_tokens(rows)) if self.chunks_loss else tokens)
+
+    def chunked_head_bytes(self, weights: int) -> int:
+        """Return the bytes of a trained head's gradient and bf16 copies, if its loss is chunked."""
+        return 8 * weights if self.chunks_loss else 0
 
     def held_bytes(self) -> int:
         """Return the bytes of a trained weight in fp32 and its optimizer state."""

@@ -23,6 +23,7 @@ class AdamW(Optimizer):
     state_bytes = 8  # Two moments in fp32.
     update_s = UPDATE_S_PER_WEIGHT
     gpu_update_s = GPU_UPDATE_S_PER_WEIGHT
+    keeps_bf16_gradients = (True, True)
 
     def build(
         self, parameters: Parameters, settings: Hyperparameters, *, prepare: Prepare

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 _BLOCK = 256
+_SLICE = 2**22
+"""Number of weights that are updated together, a multiple of the block."""
 _SMALLEST = 4096
 """Smallest number of elements of a parameter whose moments are kept in 8 bits."""
 _TABLES = {"state1": ("qmap1", "dynamic"), "state2": ("qmap2", "udynamic")}
@@ -66,10 +68,51 @@ def _with_checkpoints() -> Any:
     base: Any = library.optim.AdamW8bit
 
     class AdamW8bitWithCheckpoints(base):  # type: ignore[misc]  # untyped
+        initialized: bool
+
+        @torch.no_grad()
+        def step(self) -> None:
+            """Update all parameters, without waiting for a GPU after each one."""
+            if not self.initialized:
+                self.check_overrides()
+                self.to_gpu()
+                self.initialized = True
+            for group_number, group in enumerate(self.param_groups):
+                for number, parameter in enumerate(group["params"]):
+                    if parameter.grad is None:
+                        continue
+                    if not self.state[parameter]:
+                        self.init_state(group, parameter, group_number, number)
+                    if parameter.numel() >= _SMALLEST:
+                        self._update_in_slices(group, parameter)
+                    else:
+                        self.update_step(group, parameter, group_number, number)
+
+        def _update_in_slices(self, group: dict[str, Any], parameter: torch.Tensor) -> None:
+            """Update whole blocks at a time: on CPUs, bitsandbytes makes fp32 copies of a slice."""
+            state = self.state[parameter]
+            state["step"] += 1
+            assert parameter.grad is not None
+            tensors = parameter.detach(), parameter.grad, state["state1"], state["state2"]
+            flat = [each.view(-1) for each in tensors]
+            beta1, beta2 = group["betas"]
+            for first in range(0, parameter.numel(), _SLICE):
+                weights, gradient, mean, square = (each[first : first + _SLICE] for each in flat)
+                blocks = slice(first // _BLOCK, (first + _SLICE) // _BLOCK)
+                library.functional.optimizer_update_8bit_blockwise(
+                    self.optimizer_name,
+                    *(gradient, weights, mean, square),
+                    *(beta1, beta2, 0.0, 0.0, group["eps"], state["step"], group["lr"]),
+                    *(state["qmap1"], state["qmap2"]),
+                    *(state["absmax1"][blocks], state["absmax2"][blocks]),
+                    group["weight_decay"],
+                )
+
         def named_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
             """Return the parameter's state without bitsandbytes' constant tables."""
-            state, names = self.state[parameter], ("step", *_TABLES, *_SCALES)
-            return {name: torch.as_tensor(state[name]) for name in names if name in state}
+            state = self.state[parameter]
+            names = ("step", *_TABLES, *(_SCALES if parameter.numel() >= _SMALLEST else ()))
+            return {name: torch.as_tensor(state[name]) for name in names} if state else {}
 
         def set_state(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> bool:
             """Set a tensor of the parameter's state; return False if it does not fit."""
@@ -79,7 +122,7 @@ def _with_checkpoints() -> Any:
             forms = {name: (moment, tuple(parameter.shape)) for name in _TABLES}
             if in_8_bits:
                 forms |= {name: (torch.float32, (-(-size // _BLOCK),)) for name in _SCALES}
-            if name == "step" and not value.dim():
+            if name == "step" and not value.dim() and value.dtype is torch.int64:
                 state[name] = int(value)
                 return True
             if forms.get(name) != (value.dtype, tuple(value.shape)):

@@ -82,6 +82,8 @@ class Optimizer(ABC):
     """Seconds in which one core updates a weight, including clipping."""
     gpu_update_s: ClassVar[float]
     """Seconds in which a GPU updates a weight."""
+    keeps_bf16_gradients: ClassVar[tuple[bool, bool]] = (False, False)
+    """Whether the gradients of the layers' matrices, and of the head, may stay in bf16."""
     package: ClassVar[str | None] = None
     """Package that `build` imports, in addition to torch."""
     beside: ClassVar[Optimizer | None] = None

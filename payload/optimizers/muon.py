@@ -20,6 +20,7 @@ class Muon(Optimizer):
     # Muon was not measured; these are the times of AdamW.
     update_s = adamw.UPDATE_S_PER_WEIGHT
     gpu_update_s = adamw.GPU_UPDATE_S_PER_WEIGHT
+    keeps_bf16_gradients = (False, True)
     beside = adamw.OPTIMIZER
 
     def takes(self, *, is_layer_matrix: bool) -> bool:

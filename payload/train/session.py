@@ -30,7 +30,7 @@ from payload.run_record.run_files import RunPaths
 from payload.run_record.run_identity import ensure_identity
 from payload.train.estimate_text import predict
 from payload.train.gemm_and_network_benchmark import Calibration, calibrate
-from payload.train.models.attention import attends_by_document
+from payload.train.models.attention import load_varlen_attention
 from payload.train.models.base import CausalLM
 from payload.train.models.float8 import convert_linears
 from payload.train.models.lora import cast_base_to_bf16, cast_base_to_fp32
@@ -272,7 +272,7 @@ def _assemble(
     if not world.is_cpu:
         start.model.to(world.device)
         start.model.compute_loss_in_chunks(compiles=engine.compile)
-        start.model.attends_by_document = attends_by_document()
+        start.model.attends_by_document = world.has_flash_attention() and load_varlen_attention()
         log.info(f"device    {world.device}: without the project's kernels, which need a CPU")
         engine = replace(engine, kernels="off")
     if calibration.dtype == "bf16":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -22,6 +23,9 @@ from payload.train.models.base import CausalLM
 from payload.train.optimizers.optimizer import Optimizers
 from payload.train.ranks.world import World
 
+_MOST_COMPILATIONS = 64
+"""Number of compilations of a function after which torch would run it without compiling."""
+
 log = logging.getLogger(__name__)
 
 
@@ -39,6 +43,14 @@ def require_strategy(settings: DistributedSection) -> None:
     """Raise ConfigError with the install command if the strategy's package is missing."""
     if settings.strategy == "zero3" and importlib.util.find_spec(DEEPSPEED_MODULE) is None:
         raise deepspeed_missing("not installed")
+
+
+def without_compilation(settings: EngineSection) -> AbstractContextManager[None]:
+    """Return a context in which nothing is compiled: an evaluation computes as in other runs."""
+    if not settings.compile:
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def apply_engine(
@@ -68,6 +80,8 @@ def apply_engine(
         # time, with equal steps.
         for each in model.layers() or [wrapped]:
             each.compile()
+        # Layers of several kinds and batches of several shapes share one limit.
+        torch._dynamo.config.recompile_limit = _MOST_COMPILATIONS
     if settings.wants_kernels():
         model.kernels = find_kernels()
         note = model.kernels.layers_note("bf16" if setting is None else setting.dtype)

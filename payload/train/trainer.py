@@ -28,6 +28,7 @@ from payload.train.step_clock import StepClock
 from payload.train.step_results import StepResults, begin_results
 from payload.train.strategies.pipeline import run_schedule, schedule_order
 from payload.train.tasks.evaluate import EvalPass
+from payload.train.torch_engines import without_compilation
 
 log = logging.getLogger(__name__)
 
@@ -123,19 +124,20 @@ class Trainer:
 
     def _run(self, *, evaluate_first: bool) -> Outcome:
         train, context = self._context.config.train, self._context
-        begun = context.task.begin(
-            context.model,
-            self._eval_pass(None),
-            dtype=context.calibration.dtype,
-            resumes=self._resumes,
-        )
+        with without_compilation(context.config.engine):
+            begun = context.task.begin(
+                context.model,
+                self._eval_pass(None),
+                dtype=context.calibration.dtype,
+                resumes=self._resumes,
+            )
         stopping = not begun or (evaluate_first and self._evaluate())
         while self._step < train.steps and not stopping:
             self._report_step(0)
             with self._profiling():
                 stopping = self._train_step()
-            if stopping or self._needs_results():
-                stopping = self._read_newest() or stopping
+                if stopping or self._needs_results():
+                    stopping = self._read_newest() or stopping
             last = stopping or self._step == train.steps
             save = last or _due(self._step, train.checkpoint_every)
             if save or _due(self._step, train.sync_check_every):
@@ -153,12 +155,12 @@ class Trainer:
     def _needs_results(self) -> bool:
         """Return whether more than a step follows, which needs this step's results.
 
-        A step that is profiled also waits for them: the profiler takes time to start.
+        A profile is also more: the profiler takes time to start and to write.
         """
         train, step = self._context.config.train, self._step
         every = train.checkpoint_every, train.sync_check_every, train.eval_every
-        is_last = step == train.steps
-        return is_last or step + 1 == train.profile_step or any(_due(step, each) for each in every)
+        is_beside_profile = train.profile_step in (step, step + 1)
+        return step == train.steps or is_beside_profile or any(_due(step, each) for each in every)
 
     def _profiling(self) -> AbstractContextManager[None]:
         """Return a profiler if the config selects the next step and this rank."""
@@ -326,7 +328,7 @@ class Trainer:
                 is_to_stop = self._poll_stop("step", micro_step + 1, self._accumulation)
         sync_time_s = self._finish_exchange()
         if is_to_stop is not None:
-            is_to_stop()  # The step is complete; `_agree` reads the requests again.
+            is_to_stop()  # The step is complete; its results have the requests again.
         return _StepResult(
             loss=total,
             tokens=train.num_tokens(step_samples),
@@ -439,9 +441,10 @@ class Trainer:
         """Evaluate and record the result. Return True if a rank requested a stop before the end."""
         context = self._context
         context.heartbeat.report(step=self._step, phase="eval")
-        row = context.task.evaluate(
-            context.model, self._eval_pass(context.config.train.eval_tokens)
-        )
+        with without_compilation(context.config.engine):
+            row = context.task.evaluate(
+                context.model, self._eval_pass(context.config.train.eval_tokens)
+            )
         if row is None:
             return True
         self._require_finite(self._step, validation_loss=row.val_loss)

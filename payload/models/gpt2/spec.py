@@ -170,6 +170,7 @@ class Gpt2Spec(ModelSpec):
             # A layer keeps 18 x `n_embd` elements per token.
             layers = tokens * self.n_layer * 18 * self.n_embd * size
             logits = setting.plain_logits_bytes(self.vocab_size, tokens=tokens)
+            logits += setting.chunked_head_bytes(self.vocab_size * self.n_embd)
             return held + max(layers + logits, gradients)
         widths = 8 + 10 * size + 7
         layers = tokens * self.n_layer * widths * self.n_embd

@@ -213,6 +213,7 @@ class DecoderSpec(ModelSpec):
             layers += layers // 10  # temporary tensors, as measured for SmolLM2-135M
         if not setting.kernels:
             logits = setting.plain_logits_bytes(self.vocab_size, tokens=tokens)
+            logits += setting.chunked_head_bytes(self.embedding_size())
             return held + max(layers + logits, gradients)
         logits = min(tokens, logits_tokens(self.vocab_size)) * self.vocab_size * size
         head = head_gradient if setting.alone or setting.accumulates else 0
@@ -233,7 +234,9 @@ class DecoderSpec(ModelSpec):
         linears = self._has_fast_layers(setting) and setting.alone and not setting.accumulates
         linears = linears and self.mixture is None and setting.dtype == "bf16"
         tokens = setting.micro_batch_size * self.sequence_length
-        return linears, linears and tokens <= logits_tokens(self.vocab_size)
+        head = linears and tokens <= logits_tokens(self.vocab_size)
+        of_linears, of_head = setting.keeps_bf16_gradients
+        return linears and of_linears, head and of_head
 
     def _has_fast_layers(self, setting: RankSetting) -> bool:
         """Return whether kernels run the layers; they never run transformers' layers."""

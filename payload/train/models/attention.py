@@ -6,7 +6,8 @@ Shapes: B batch, T tokens of a row, H query heads, K key heads, D width of a hea
 from __future__ import annotations
 
 import inspect
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,23 @@ from payload.train.models.padding import final_single_tokens
 _WIDEST_HEAD = 256
 """FlashAttention's limit on the width of a head, which must be a multiple of 8."""
 _HALF = (torch.bfloat16, torch.float16)
+_REFUSED_WIDTHS = range(193, 225)
+"""Widths for which FlashAttention has no backward pass on some GPUs (compute capability 8.6 and
+8.9)."""
+_MOST_DOCUMENTS = 65_535
+"""CUDA's limit on the part of a kernel's grid that counts the documents."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Varlen:
+    """torch's function, whose arguments differ between versions."""
+
+    function: Callable[..., Tensor]
+    options: dict[str, bool]
+
+
+_VARLEN: _Varlen | None = None
+"""Set by `load_varlen_attention`, because only runs on GPUs need the import."""
 
 
 def attend(
@@ -87,24 +105,29 @@ def documents_mask(starts: Tensor, *, window: int | None = None) -> Tensor:
     return within.unsqueeze(1)
 
 
-def document_bounds(starts: Tensor, *, joins_padding: bool = False) -> Tensor:
+def document_bounds(starts: Tensor, *, joins_padding: bool = False) -> Tensor | None:
     """Return the index of each document's first token among all B x T tokens, and B x T, int32.
 
+    Return None if there are too many documents for CUDA.
+
     With `joins_padding`, the padding of a row becomes one document, though each of its tokens is
-    one in `starts`: kernels take time for each document.
+    one in `starts`: kernels take time for each document. This is valid if no document that counts
+    has a single token.
     """
     begins = starts == torch.arange(starts.shape[1], device=starts.device)
     if joins_padding:
         padding = final_single_tokens(starts)
         begins[:, 1:] &= ~(padding[:, 1:] & padding[:, :-1])
     first = begins.flatten().nonzero().flatten()
+    if len(first) > _MOST_DOCUMENTS:
+        return None
     return functional.pad(first, (0, 1), value=starts.numel()).int()
 
 
 def _in_half_precision(*heads: Tensor) -> tuple[Tensor, ...] | None:
     """Return the heads in the dtype of matmuls, or None if FlashAttention does not support them."""
     dtype, width = matmul_dtype(heads[0]), heads[0].shape[-1]
-    if dtype not in _HALF or width % 8 or width > _WIDEST_HEAD:
+    if dtype not in _HALF or width % 8 or width > _WIDEST_HEAD or width in _REFUSED_WIDTHS:
         return None
     return tuple(each.to(dtype) for each in heads)
 
@@ -121,31 +144,28 @@ def _attend_by_document(
     """Return the attention of queries (B, H, T, D) over keys of the same tokens (B, K, T, D)."""
     batch, _, length, _ = query.shape
     rows = tuple(each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
-    from torch.nn.attention.varlen import varlen_attn
-
-    # Its arguments differ between torch's versions.
-    function: Any = varlen_attn
-    options = {"enable_gqa": True} if "enable_gqa" in _varlen_parameters() else {}
-    reach = (-1 if window is None else window - 1, 0)
-    mixed: Tensor = function(
+    assert _VARLEN is not None, "the model uses it only after `load_varlen_attention`"
+    mixed: Tensor = _VARLEN.function(
         *(*rows, bounds, bounds, length, length),
         scale=scale,
-        window_size=reach,
-        **options,
+        window_size=(-1 if window is None else window - 1, 0),
+        **_VARLEN.options,
     )
     return mixed.view(batch, length, *mixed.shape[1:]).transpose(1, 2)
 
 
-def attends_by_document() -> bool:
-    """Return whether this torch has FlashAttention by document, with windows."""
-    return "window_size" in _varlen_parameters()
-
-
-@cache
-def _varlen_parameters() -> frozenset[str]:
-    """Return the names of the arguments of torch's function; empty before torch 2.10."""
+def load_varlen_attention() -> bool:
+    """Import torch's FlashAttention by document; return whether it is there, with windows."""
+    global _VARLEN
     try:
         from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return frozenset()
-    return frozenset(inspect.signature(varlen_attn).parameters)
+    except ImportError:  # before torch 2.10
+        return False
+    arguments = inspect.signature(varlen_attn).parameters
+    if "window_size" not in arguments:
+        return False
+    # Versions without the flag need none for keys with fewer heads than queries.
+    options = {"enable_gqa": True} if "enable_gqa" in arguments else {}
+    function: Any = varlen_attn
+    _VARLEN = _Varlen(function, options)
+    return True

@@ -77,7 +77,7 @@ class PackedLayout:
 
     starts: Tensor
     """The batch's `starts` (B, T), by which the batch is recognised."""
-    bounds: Tensor
+    bounds: Tensor | None
     """`document_bounds` of the batch."""
     chosen: Tensor
     """Indices of the targets that are not ignored, among all B x T targets, int64."""
@@ -120,6 +120,8 @@ class CausalLM(SplitModule, ABC):
         """Vocabulary rows (first, end) that `deferred_weights` lacks; None = no missing rows."""
         self.chunked_loss: ChunkedLoss | None = None
         """Computes head and loss without kernels by chunks of tokens; None = all together."""
+        self.has_single_tokens = False
+        """True if a document can be a single token that counts."""
         self.attends_by_document = False
         """True if attention computes each packed document alone, without a mask. Set on GPUs."""
         self.layout: PackedLayout | None = None
@@ -169,20 +171,21 @@ class CausalLM(SplitModule, ABC):
         found = tuple(send(each) for each in inputs)
         self.layout = None
         if self.attends_by_document and len(found) > 2:
+            bounds = document_bounds(inputs[2], joins_padding=not self.has_single_tokens)
             self.layout = PackedLayout(
                 starts=found[2],
-                bounds=send(document_bounds(inputs[2], joins_padding=True)),
+                bounds=None if bounds is None else send(bounds),
                 chosen=send((inputs[1].flatten() != IGNORED_TARGET).nonzero().flatten()),
             )
         return found
 
     def bounds_of(self, starts: Tensor | None) -> Tensor | None:
         """Return the `document_bounds` for attention without a mask, or None for a mask."""
-        if starts is None or not self.attends_by_document:
+        if starts is None or not self.attends_by_document or (self.training and self.dropout):
             return None
         if self.layout is not None and self.layout.starts is starts:
             return self.layout.bounds
-        return document_bounds(starts)
+        return document_bounds(starts, joins_padding=not self.has_single_tokens)
 
     @abstractmethod
     def head_weight(self) -> nn.Parameter | None:

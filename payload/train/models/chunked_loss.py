@@ -103,8 +103,9 @@ class _MeanLoss(torch.autograd.Function):
         of_hidden, of_weight, count = ctx.saved_tensors
         factor = outer / count
         first, second = ctx.dtypes
-        weighted = None if of_weight is None else (of_weight * factor).to(second)
-        return (of_hidden * factor).to(first), weighted, None, None
+        # In place: this runs once, and the head's gradient is large.
+        weighted = None if of_weight is None else of_weight.mul_(factor).to(second)
+        return of_hidden.mul_(factor).to(first), weighted, None, None
 
 
 def _losses_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

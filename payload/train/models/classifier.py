@@ -53,6 +53,7 @@ class Classifier(CausalLM):
         head = body.head_weight() if label_tokens else None
         named = None if head is None else _name_rows(head, label_tokens)
         body.drop_head()
+        body.has_single_tokens = True
         self.body = body
         self.labels = tuple(labels)
         self.pad_token = pad_token

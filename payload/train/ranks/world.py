@@ -145,6 +145,10 @@ class World:
                 f"{capability}; {least} is needed. {fix}"
             )
 
+    def has_flash_attention(self) -> bool:
+        """Return whether the device has FlashAttention: a GPU of compute capability 8.0 or more."""
+        return self.kind == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+
     def synchronize(self) -> None:
         """Wait until the device has finished its queued work; returns immediately on a CPU."""
         if self.kind == "cuda":

@@ -13,7 +13,7 @@ from torch.nn.attention import varlen
 
 from payload.formats.data_folder import IGNORED_TARGET
 from payload.train.models import attention
-from payload.train.models.attention import attend, attends_by_document, document_bounds
+from payload.train.models.attention import attend, document_bounds, load_varlen_attention
 from tests.train.models.test_documents import make, packed
 
 BOUNDS = (0, 37, 38, 168, 200, 328, 400)
@@ -81,6 +81,7 @@ def operator_on_cpus() -> Iterator[None]:
         heads = [query, key, value, outer]
         return tuple(by_document(gradients, heads, bounds, scale, window[0]))
 
+    assert load_varlen_attention()
     operators: Any = varlen
     operators._varlen_attn.register_kernel("cpu")(forward)
     operators._varlen_attn_backward.register_kernel("cpu")(backward)
@@ -119,13 +120,30 @@ def test_a_mask_serves_what_flash_attention_does_not(monkeypatch: pytest.MonkeyP
     attend(dropped, dropped, dropped, starts=starts, bounds=bounds, dropout=0.1)
 
 
+def places_of(starts: Tensor, *, joins_padding: bool = False) -> list[int]:
+    found = document_bounds(starts, joins_padding=joins_padding)
+    assert found is not None
+    return [int(each) for each in found]
+
+
 def test_bounds_are_the_first_tokens_and_padding_is_one_document() -> None:
     _, _, starts = packed(50)
-    assert tuple(document_bounds(starts).tolist()) == BOUNDS
-    assert tuple(document_bounds(starts, joins_padding=True).tolist()) == BOUNDS
+    assert tuple(places_of(starts)) == BOUNDS
+    assert tuple(places_of(starts, joins_padding=True)) == BOUNDS
     padded = torch.tensor([[0, 0, 2, 2, 4, 5], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 5]])
-    assert document_bounds(padded).tolist() == [0, 2, 4, 5, 6, 12, 17, 18]
-    assert document_bounds(padded, joins_padding=True).tolist() == [0, 2, 4, 6, 12, 17, 18]
+    assert places_of(padded) == [0, 2, 4, 5, 6, 12, 17, 18]
+    assert places_of(padded, joins_padding=True) == [0, 2, 4, 6, 12, 17, 18]
+
+
+def test_more_documents_than_cuda_counts_are_separated_by_a_mask() -> None:
+    single = torch.arange(65_536).unsqueeze(0)
+    assert document_bounds(single) is None
+    assert document_bounds(single, joins_padding=True) is not None
+    model = make("gpt2")
+    model.attends_by_document = model.has_single_tokens = True
+    assert model.bounds_of(single) is None
+    model.has_single_tokens = False
+    assert model.bounds_of(single) is not None
 
 
 @pytest.mark.parametrize(
@@ -134,7 +152,6 @@ def test_bounds_are_the_first_tokens_and_padding_is_one_document() -> None:
 def test_a_model_attends_by_document_as_with_a_mask(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    assert attends_by_document()
     # The operator above computes in fp32, too. In bf16, rounding would hide errors.
     monkeypatch.setattr(attention, "_HALF", (torch.float32,))
     model = make(name).train()
