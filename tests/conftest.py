@@ -139,7 +139,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config,
             items,
             [item for item in items if item.get_closest_marker("bf16")],
-            folder="tests/train, marked bf16",
+            folder="tests, marked bf16",
             why="of kernels for layers: torch has no bf16 matmuls of blocks for this CPU.",
         )
     if not (sys.platform == "linux" and os.geteuid() == 0):

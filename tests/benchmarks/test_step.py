@@ -77,6 +77,7 @@ def test_auto_ends_with_one_line_to_send(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.bf16
 def test_the_profile_has_the_layers_matmuls_and_the_rest(tmp_path: Path) -> None:
     done = run(
         "benchmarks.step_profile", tmp_path, "--micro-batch-size 1 --sequence-length 16 --steps 2"

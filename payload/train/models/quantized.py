@@ -1,7 +1,8 @@
 """4-bit linears: bitsandbytes' NF4 with double quantisation, computed in bf16 or fp32.
 
 The layout and the bf16 computation are the same as in bitsandbytes' `Linear4bit`. A run in fp32
-uses the same dequantised weights, rounded to bf16, so the base is the same on any CPU. All tensors
+uses the same dequantised weights, rounded to bf16. Not every CPU gets the same 4-bit weights: with
+AVX2 alone, losses differed by up to 7e-4 from a CPU with AVX-512 (bitsandbytes 0.50.2). All tensors
 of a quantised linear are frozen parameters. Ranks exchange and compare these parameters like other
 weights. I inputs, O outputs.
 """
