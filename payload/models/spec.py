@@ -109,8 +109,7 @@ class RankSetting:
     state_bytes: int = field(default_factory=default_state_bytes)
     """Bytes of optimizer state for a trained weight."""
     keeps_bf16_gradients: tuple[bool, bool] = (True, True)
-    """Whether the optimizer lets the gradients of the layers' matrices, and of the head, stay in
-    bf16."""
+    """True for the gradients that may stay in bf16: of the layers' matrices, and of the head."""
     chunks_loss: bool = False
     """True if the loss is computed in chunks of tokens without kernels, as on GPUs."""
 

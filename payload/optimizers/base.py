@@ -83,7 +83,7 @@ class Optimizer(ABC):
     gpu_update_s: ClassVar[float]
     """Seconds in which a GPU updates a weight."""
     keeps_bf16_gradients: ClassVar[tuple[bool, bool]] = (False, False)
-    """Whether the gradients of the layers' matrices, and of the head, may stay in bf16."""
+    """True for the gradients that may stay in bf16: of the layers' matrices, and of the head."""
     package: ClassVar[str | None] = None
     """Package that `build` imports, in addition to torch."""
     beside: ClassVar[Optimizer | None] = None

@@ -37,7 +37,7 @@ PAIRS = [
 """A case of each strategy that needs no DeepSpeed."""
 OTHERS = [case for case in PORTABLE if case not in ALONE and case not in PAIRS]
 _HAS_AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
-"""Whether nf4 can be compared. The stored losses are from CPUs with AVX-512. On a CPU with AVX2
+"""True if nf4 can be compared. The stored losses are from CPUs with AVX-512. On a CPU with AVX2
 alone, bitsandbytes 0.50.2 gave other 4-bit weights, and losses that differ by up to 7e-4."""
 GROUPS = ("1 rank", "2 ranks")
 LONG_GROUPS = ("2 ranks with DeepSpeed", "4 ranks")
