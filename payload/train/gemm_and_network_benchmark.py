@@ -196,8 +196,8 @@ def _factors(world: World, size: int, dtype: torch.dtype) -> tuple[torch.Tensor,
     """Return a square matrix, and an output buffer with pages that are already mapped."""
     left = torch.full((size, size), 0.5, dtype=dtype, device=world.device)
     if not world.is_cpu:
-        # A GPU multiplies equal numbers faster than training's: an H200 reached 894 TFLOP/s on
-        # zeros and 788 on random numbers. Fewer bits change, so its power limit allows more.
+        # A GPU multiplies equal numbers faster than training's: fewer bits change, so its power
+        # limit allows higher clocks.
         left.normal_()
     out = torch.mm(left, left)
     world.synchronize()
