@@ -1,6 +1,6 @@
 """Write random bf16 weights for the config.json in a folder, drawn on the device.
 
-An H200 draws the 16 GB of an 8B model in under a second; numpy would take minutes.
+The device draws the numbers: for the 16 GB of an 8B model, numpy would take minutes.
 
     python -m benchmarks.gpu.write_model FOLDER cuda
 """
