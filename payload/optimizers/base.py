@@ -3,8 +3,8 @@
 An optimizer is one file of this package with a subclass of `Optimizer` and one instance,
 `OPTIMIZER`. Plans and checks read an optimizer's costs and conflicts without torch. Only `build`
 imports torch. In a checkpoint, the state of a parameter consists of tensors with the parameter's
-shape and a 0-dimensional `step`. Other states need a `NamesState`. This
-project's kernels update the parameters of torch's AdamW.
+shape and a 0-dimensional `step`. Other states need a `NamesState`. This project's kernels update
+the parameters of torch's AdamW.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLayout:
-    """Where a batch of packed documents has its documents and targets, on the device."""
+    """The places of the documents and targets in a packed batch, on the device."""
 
     starts: Tensor
     """The batch's `starts` (B, T), by which the batch is recognised."""

@@ -1,8 +1,7 @@
 """4-bit linears: bitsandbytes' NF4 with double quantisation, computed in bf16 or fp32.
 
 The layout and the bf16 computation are the same as in bitsandbytes' `Linear4bit`. A run in fp32
-uses the same dequantised weights, rounded to bf16. Not every CPU gets the same 4-bit weights: with
-AVX2 alone, losses differed by up to 7e-4 from a CPU with AVX-512 (bitsandbytes 0.50.2). All tensors
+uses the same dequantised weights, rounded to bf16, so the base is the same on any CPU. All tensors
 of a quantised linear are frozen parameters. Ranks exchange and compare these parameters like other
 weights. I inputs, O outputs.
 """
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from payload.models.nf4 import BLOCK_SIZE, GROUP_SIZE, num_blocks, num_groups
+from payload.train.models.autocast import matmul_dtype
 from payload.train.tensors.bitsandbytes_import import bitsandbytes_library
 from payload.train.tensors.lazy_tensors import copy_in
 
@@ -44,14 +44,14 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., I) to (..., O), in autocast's dtype, or in the dtype of `x` without
         autocast."""
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        dtype = matmul_dtype(x)
         bias = None if self.bias is None else self.bias.to(dtype)
-        if dtype == torch.float32:
-            product = _Fp32Matmul.apply(x, self)
+        # bitsandbytes' kernel for AVX-512 gives rows of unfinished blocks the wrong scales.
+        if dtype == torch.float32 or self.in_features % BLOCK_SIZE:
+            product = _DequantizedMatmul.apply(x.to(dtype), self)
             return cast(Tensor, product if bias is None else product + bias)
         found = _library().matmul_4bit(
-            x.to(dtype), self.weight, quant_state=self._state(), bias=bias
+            x.to(dtype), self.weight, quant_state=self._state(torch.Size(self.size())), bias=bias
         )
         return cast(Tensor, found)
 
@@ -86,10 +86,13 @@ class QuantizedLinear(nn.Module):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the dequantised weight, (O, I). All values are exact in bf16."""
-        found: Tensor = _library().functional.dequantize_4bit(self.weight.detach(), self._state())
-        return found.to(dtype)
+        # As one row, because blocks run across rows. For AVX-512, bitsandbytes 0.50.2 takes a
+        # row's scales from `row * (inputs // block)` on, also if a block began in the row before.
+        state = self._state(torch.Size((self.in_features * self.out_features,)))
+        found: Tensor = _library().functional.dequantize_4bit(self.weight.detach(), state)
+        return found.view(self.size()).to(dtype)
 
-    def _state(self) -> Any:
+    def _state(self, shape: torch.Size) -> Any:
         functions, device = _library().functional, self.weight.device
         nested = functions.QuantState(
             absmax=self.scales_scales.detach(),
@@ -99,7 +102,7 @@ class QuantizedLinear(nn.Module):
         )
         return functions.QuantState(
             absmax=self.scales.detach(),
-            shape=torch.Size(self.size()),
+            shape=shape,
             code=functions.get_4bit_type("nf4", device=device),
             blocksize=BLOCK_SIZE,
             quant_type="nf4",
@@ -109,18 +112,18 @@ class QuantizedLinear(nn.Module):
         )
 
 
-class _Fp32Matmul(torch.autograd.Function):
+class _DequantizedMatmul(torch.autograd.Function):
     """A matmul with a quantised weight, dequantised in forward and backward to save memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: QuantizedLinear) -> Tensor:
         ctx.linear = linear
-        return x @ linear.dequantized(torch.float32).t()
+        return x @ linear.dequantized(x.dtype).t()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        return gradient @ ctx.linear.dequantized(torch.float32), None
+        return gradient @ ctx.linear.dequantized(gradient.dtype), None
 
 
 def shrink(model: nn.Module, paths: list[str], *, trained: set[Tensor]) -> None:

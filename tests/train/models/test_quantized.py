@@ -55,7 +55,8 @@ NF4 = (
 SIZES: dict[str, Any] = {
     "vocab_size": 50_257,
     "hidden_size": 64,
-    "intermediate_size": 176,
+    # Whole blocks of 64: otherwise transformers, by bitsandbytes' kernel for AVX-512, can differ.
+    "intermediate_size": 192,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
@@ -310,6 +311,30 @@ def test_settings_that_do_not_go_with_it_are_refused(text: str, problem: str) ->
     with pytest.raises(ConfigError, match=problem) as caught:
         parse_run_config(text, where="run.toml")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(6, 32), (8, 96), (5, 64), (3, 130)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_run_across_rows_on_every_cpu(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """bitsandbytes' kernel for AVX-512 takes other scales if a row ends within a block."""
+    torch.manual_seed(0)
+    outputs, inputs = shape
+    linear = QuantizedLinear(nn.Linear(inputs, outputs, bias=False))
+    linear.take(torch.randn(shape, dtype=torch.bfloat16))
+    library: Any = bitsandbytes().functional
+    scales = library.dequantize_blockwise(
+        linear.scales,
+        absmax=linear.scales_scales,
+        code=library.create_dynamic_map(),
+        blocksize=256,
+    )
+    scales = (scales + linear.scales_mean).repeat_interleave(64)[: inputs * outputs]
+    halves = torch.stack((linear.weight >> 4, linear.weight & 15), dim=-1).flatten().long()
+    values = library.get_4bit_type("nf4", device="cpu")[halves[: inputs * outputs]]
+    expected = (values * scales).bfloat16().float().view(shape)
+    assert torch.equal(linear.dequantized(torch.float32), expected)
+    x = torch.randn(4, inputs, dtype=dtype)
+    torch.testing.assert_close(linear(x), x @ expected.to(dtype).t(), atol=0.05, rtol=0.02)
 
 
 def test_without_bitsandbytes_the_error_says_what_installs_it(
